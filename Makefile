@@ -35,11 +35,11 @@ near: $(STAMP)
 	files=$$($(BIN)/python tests/near.py $(PKG)) && \
 		$(BIN)/python -m pytest -n auto --dist worksteal -m "not long" --minutes=$(or $(MINUTES),0.75) $$files
 
-# Eighteen minutes on two cores: every small case.
+# Eight minutes on two cores: lint, and a small case of everything. `make sweep PART=more` runs the other cases, in twenty.
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# An hour on two cores: grids, mutants, kills, long campaigns. PART=faults runs one part, MINUTES=15 starts tests for so long.
+# An hour and a half on two cores: PART=more, grids, mutants, kills, long campaigns. PART=faults runs one part, MINUTES=15 starts tests for so long.
 sweep: $(STAMP)
 	$(BIN)/python -m pytest -m sweep -n auto --dist worksteal \
 		$(if $(PART),--part=$(PART)) $(if $(MINUTES),--minutes=$(MINUTES)) $(if $(PART)$(MINUTES),,--record=benchmarks/results/sweep.json)

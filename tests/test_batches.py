@@ -37,6 +37,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache" / "graphrun" / "outputs"
 
 
+@pytest.mark.sweep("more")
 def test_a_prompt_seen_before_is_not_encoded_and_the_plan_says_so(
     graphrun: Cli, own_cache: Path
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_prompt_seen_before_is_not_encoded_and_the_plan_says_so(
     assert graphrun("cache", "rm", "--all")[1] == "removed 0 entries\n"
 
 
+@pytest.mark.sweep("more")
 def test_a_list_runs_except_for_its_broken_lines_and_resumes(
     graphrun: Cli, own_cache: Path
 ) -> None:
@@ -110,6 +112,7 @@ def test_the_files_of_a_list_go_to_a_folder_and_no_two_have_one_name(
     assert (code, "pictures/0001.png already exists; add --overwrite" in err) == (2, True)
 
 
+@pytest.mark.sweep("more")
 def test_files_with_the_default_name_are_numbered_and_a_resumed_run_keeps_its_own(
     graphrun: Cli, own_cache: Path
 ) -> None:
@@ -136,6 +139,7 @@ def test_files_with_the_default_name_are_numbered_and_a_resumed_run_keeps_its_ow
     assert len(pictures()) == 5
 
 
+@pytest.mark.sweep("more")
 def test_a_seed_is_an_option_for_one_run_and_for_the_lines_of_a_list(
     graphrun: Cli, own_cache: Path
 ) -> None:
@@ -220,6 +224,7 @@ def test_the_first_interrupt_waits_for_the_next_call_the_second_does_not() -> No
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

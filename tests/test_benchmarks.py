@@ -66,6 +66,7 @@ def test_other_code_computes_what_the_installed_code_computes(part: Any) -> None
     assert difference == 3 * 16 * 16 + 3 * 16
 
 
+@pytest.mark.sweep("more")
 def test_s1_1_hunyuan_video_quantized_takes_what_was_published(part: Any) -> None:
     """35.66 GiB with int8 weights that stay where they were made, 21.99 with nf4 ones that leave
     for the decode. 8 % of the int8 weights' columns are what bitsandbytes of that time kept of
@@ -218,6 +219,7 @@ def test_a_range_holds_most_sources_and_is_wider_for_few(part: Any) -> None:
     assert outlier[1] == pytest.approx(3.0, rel=0.05), "ten of seventy"
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_the_recorded_estimates_are_those_of_the_command(part: Any) -> None:
     published = part("published")

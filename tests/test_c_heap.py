@@ -121,6 +121,7 @@ def modelled(events: list[Event]) -> list[int]:
     return peaks[1:]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize(
     ("component", "error"),
     [("unet", 0.1), ("vae", 0.06)],
@@ -157,6 +158,7 @@ def test_a_trim_leaves_what_is_live_and_a_mapped_tensor_goes_at_once() -> None:
     assert MIB <= heap.used_bytes < MIB + 64 * KIB
 
 
+@pytest.mark.sweep("more")
 def test_tensors_do_not_spread_over_a_heap_that_objects_part() -> None:
     events = sdxl("unet")
     (in_new_heap,), _, _ = in_the_library(events)

@@ -84,6 +84,7 @@ def test_a_plan_made_without_the_file_runs_with_one_of_its_size_only(
     assert "the plan is for image=64x64, this run has image=96x64" in str(result.exception)
 
 
+@pytest.mark.sweep("more")
 def test_a_file_that_is_given_is_planned_for(run_here: Callable[..., Any]) -> None:
     code, output = run_here(GRAPH, *FLAGS, "--set", "image=wide.png", "-o", "made.png", "-v")
     assert code == 0, output
@@ -125,6 +126,7 @@ def test_bad_input_is_one_message(
     assert "Traceback" not in error_text
 
 
+@pytest.mark.sweep("more")
 def test_a_list_of_files_goes_on_from_what_was_done_and_knows_a_changed_file(
     run_here: Callable[..., Any],
 ) -> None:
@@ -149,6 +151,7 @@ def test_a_list_of_files_goes_on_from_what_was_done_and_knows_a_changed_file(
     assert "inputs of request 3" in output, "a changed file is another batch"
 
 
+@pytest.mark.sweep("more")
 def test_a_session_plans_pictures_of_another_size_when_they_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

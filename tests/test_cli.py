@@ -49,6 +49,7 @@ def test_the_version_is_shown_without_a_command(graphrun: Cli) -> None:
     assert graphrun("--version") == (0, f"graphrun {package.__version__}\n", "")
 
 
+@pytest.mark.sweep("more")
 def test_plan_shows_the_plan_and_its_json_has_every_promised_figure(graphrun: Cli) -> None:
     code, output, _ = graphrun("plan", TINY, "--device", "sim", "--vram", "6M")
     assert code == 0
@@ -75,6 +76,7 @@ def test_plan_shows_the_plan_and_its_json_has_every_promised_figure(graphrun: Cl
     assert [stage["name"] for stage in data["stages"]] == ["encode", "denoise", "decode"]
 
 
+@pytest.mark.sweep("more")
 def test_a_plan_from_the_cache_took_no_time_to_solve(graphrun: Cli) -> None:
     command = ("plan", TINY, "--device", "sim", "--vram", "6543K", "--ram", "8G", "-v")
     solution, cached, second_solution = (
@@ -93,6 +95,7 @@ def test_a_plan_from_the_cache_took_no_time_to_solve(graphrun: Cli) -> None:
     assert json.loads(graphrun(*command, "--json")[1])["solve_seconds"] is None
 
 
+@pytest.mark.sweep("more")
 def test_no_cache_neither_reads_nor_writes_there(
     graphrun: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -146,6 +149,7 @@ def test_run_leaves_picture_plan_and_trace_and_shows_measured_beside_planned(
     ]
 
 
+@pytest.mark.sweep("more")
 def test_a_saved_plan_runs_to_the_same_picture(graphrun: Cli, tmp_path: Path) -> None:
     options = ("--device", "sim", "--vram", "6M", "--set", "steps=1")
     assert graphrun("plan", TINY, *options, "-o", "plan.json")[0] == 0
@@ -163,6 +167,7 @@ def test_a_saved_plan_runs_to_the_same_picture(graphrun: Cli, tmp_path: Path) ->
     refused(graphrun("run", "plan.json", "--vram", "9M"), "it has its own budget")
 
 
+@pytest.mark.sweep("more")
 def test_one_mib_below_the_smallest_budget_is_infeasible_and_the_smallest_is_accepted(
     graphrun: Cli,
 ) -> None:
@@ -185,6 +190,7 @@ def tampered(path: Path, change: Callable[[list[str]], list[str]]) -> str:
     return str(path)
 
 
+@pytest.mark.sweep("more")
 def test_a_plan_without_one_of_its_evictions_is_refused_with_rule_place_and_bytes(
     graphrun: Cli, tmp_path: Path
 ) -> None:
@@ -327,6 +333,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_run(
     )
 
 
+@pytest.mark.sweep("more")
 def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(graphrun: Cli) -> None:
     code, output, _ = graphrun("estimate", TINY, "--device", "sim")
     assert code == 0
@@ -345,6 +352,7 @@ def test_estimate_needs_no_budget_and_its_json_has_a_basis_for_every_number(grap
     }
 
 
+@pytest.mark.sweep("more")
 def test_estimate_says_what_diffusers_modes_take(graphrun: Cli) -> None:
     code, output, _ = graphrun("estimate", TINY, "--hardware", "rtx4060", "--mode", "model")
     assert code == 0
@@ -381,6 +389,7 @@ def test_doctor_says_what_is_here(graphrun: Cli) -> None:
     assert (code, json.loads(output)["device"]["sim"]) == (0, True)
 
 
+@pytest.mark.sweep("more")
 def test_the_list_says_for_how_much_ram_its_least_vram_is(graphrun: Cli) -> None:
     code, output, _ = graphrun("list")
     assert code == 0
@@ -392,6 +401,7 @@ def test_the_list_says_for_how_much_ram_its_least_vram_is(graphrun: Cli) -> None
     assert all(row["ram_gib"] == 64 for row in rows if "card_gib" in row)
 
 
+@pytest.mark.sweep("more")
 def test_a_profile_is_measured_kept_and_planned_for(
     graphrun: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,6 +445,7 @@ def test_the_style_of_a_json_answer_for_an_infeasible_budget(graphrun: Cli) -> N
     assert data["needs"][0]["short_bytes"] > 0
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -33,6 +33,7 @@ def next_command(screen: str) -> list[str]:
     return shlex.split(lines[1].replace("\\\n", ""))
 
 
+@pytest.mark.sweep("more")
 def test_a_frontier_has_a_row_per_budget_json_and_a_picture(graphrun: Cli, tmp_path: Path) -> None:
     options = ("frontier", TINY, "--device", "sim", "--set", "steps=1", "--vram", "2M:6M")
     code, output, _ = graphrun(*options, "--plot", "o/curve.svg")
@@ -82,6 +83,7 @@ def test_a_frontier_is_drawn_as_png_too(graphrun: Cli) -> None:
     assert (code, "--explain 'x' is not known; its only value is more" in err) == (2, True)
 
 
+@pytest.mark.sweep("more")
 def test_an_infeasible_budget_says_what_to_type(graphrun: Cli) -> None:
     options = ("--device", "sim", "--set", "steps=1", "--set", "height=256", "--vram")
     code, _, err = graphrun("plan", TINY, *options, "1M")
@@ -107,6 +109,7 @@ def test_options_are_replaced_or_added() -> None:
     assert merge_options(words, ["--allow", "tiling"]).endswith("--allow nf4 --allow tiling")
 
 
+@pytest.mark.sweep("more")
 def test_a_sweep_finds_the_largest_value_that_fits_and_the_next_one_does_not(graphrun: Cli) -> None:
     options = ("--device", "sim", "--set", "steps=1", "--vram", "4M")
     code, output, _ = graphrun("frontier", TINY, *options, "--sweep", "height=128:320:64")
@@ -128,6 +131,7 @@ def test_a_frontier_on_which_nothing_fits_says_what_would(graphrun: Cli) -> None
     assert "minimum VRAM: --vram" in output
 
 
+@pytest.mark.sweep("more")
 def test_the_budget_of_one_of_two_devices_is_varied(graphrun: Cli) -> None:
     options = ("--device", "sim:0,sim:1", "--set", "steps=1", "--json", "--vram")
     code, output, _ = graphrun("frontier", TINY, *options, "4M,1M:4M:3M")
@@ -149,6 +153,7 @@ def test_the_budget_of_one_of_two_devices_is_varied(graphrun: Cli) -> None:
     assert " --vram 3M,1M " in output
 
 
+@pytest.mark.sweep("more")
 def test_of_two_devices_what_helps_names_both_budgets(graphrun: Cli) -> None:
     options = ("--device", "sim:0,sim:1", "--set", "steps=1")
     code, _, err = graphrun("plan", TINY, *options, "--vram", "2M,1M")
@@ -156,6 +161,7 @@ def test_of_two_devices_what_helps_names_both_budgets(graphrun: Cli) -> None:
     assert graphrun(*next_command(err))[0] == 0
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize(
     ("budgets", "text"),
     [
@@ -193,6 +199,7 @@ def test_a_bad_range_is_refused_before_any_dry_run(
     assert "Traceback" not in err
 
 
+@pytest.mark.sweep("more")
 def test_explain_says_what_other_placements_of_a_component_would_cost(graphrun: Cli) -> None:
     graphrun("plan", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=1", "-o", "plan.json")
     code, output, _ = graphrun("explain", "plan.json", "transformer")
@@ -226,6 +233,7 @@ def solves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Problem]:
     return problems
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_report_solves_no_budget_beyond_the_card_and_no_plan_twice(
     graphrun: Cli, solves: list[Problem]
@@ -254,6 +262,7 @@ def test_a_report_solves_no_budget_beyond_the_card_and_no_plan_twice(
     assert max(map(float, ticks)) <= 8
 
 
+@pytest.mark.sweep("more")
 def test_a_frontier_ends_at_the_card(graphrun: Cli, solves: list[Problem]) -> None:
     options = (
         "frontier",
@@ -276,6 +285,7 @@ def test_a_frontier_ends_at_the_card(graphrun: Cli, solves: list[Problem]) -> No
     )
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_explain_solves_each_row_once_and_what_fits_only_the_first_time(
     graphrun: Cli, solves: list[Problem]
@@ -297,6 +307,7 @@ def test_explain_solves_each_row_once_and_what_fits_only_the_first_time(
 DEMANDS = ("--keep", "text_encoder", "--exclude", "transformer", "--reserve", "1M")
 
 
+@pytest.mark.sweep("more")
 def test_directives_are_shown_saved_and_followed_by_a_run(graphrun: Cli, tmp_path: Path) -> None:
     options = ("--device", "sim", "--vram", "7M", "--set", "steps=1")
     code, output, _ = graphrun("plan", TINY, *options, *DEMANDS, "-o", "plan.json", "-v")
@@ -355,6 +366,7 @@ def test_a_plan_file_has_its_own_directives_and_unknown_ones_are_refused(graphru
     assert (code, "reserve: 'lots' is not a size" in err) == (2, True)
 
 
+@pytest.mark.sweep("more")
 def test_until_a_stage_saves_its_tensors(graphrun: Cli, tmp_path: Path) -> None:
     options = ("--device", "sim", "--vram", "6M", "--until", "encode")
     code, output, _ = graphrun("plan", TINY, *options, "-o", "plan.json")
@@ -377,6 +389,7 @@ def test_until_a_stage_saves_its_tensors(graphrun: Cli, tmp_path: Path) -> None:
     assert graphrun("explain", "plan.json", "text_encoder_2")[0] == 0
 
 
+@pytest.mark.sweep("more")
 def test_a_plan_begins_with_its_verdict_and_the_command_that_runs_it(graphrun: Cli) -> None:
     options = ("--device", "sim", "--vram", "6M", "--set", "steps=1")
     code, output, _ = graphrun("plan", TINY, *options)
@@ -393,6 +406,7 @@ def test_a_plan_begins_with_its_verdict_and_the_command_that_runs_it(graphrun: C
     assert "next: graphrun run plan.json" in output.splitlines()[1:3]
 
 
+@pytest.mark.sweep("more")
 def test_the_next_command_has_the_options_that_were_given(graphrun: Cli) -> None:
     options = ("--device", "sim", "--vram", "6M", "--set", "steps=1", "--set", "prompt=a b")
     _, output, _ = graphrun(
@@ -403,6 +417,7 @@ def test_the_next_command_has_the_options_that_were_given(graphrun: Cli) -> None
     ]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_the_next_command_of_an_estimate_has_what_was_asked_for(graphrun: Cli) -> None:
     arguments = ("--precision", "transformer=nf4", "--option", "decode=tiling", "--ram", "4G")
@@ -415,6 +430,7 @@ def test_the_next_command_of_an_estimate_has_what_was_asked_for(graphrun: Cli) -
     assert {("--ram", "4G"), ("--set", "height=192"), ("--set", "batch=2")} <= set(pairs)
 
 
+@pytest.mark.sweep("more")
 def test_without_a_budget_a_plan_is_for_the_card_here_or_says_which_one_it_assumes(
     graphrun: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,6 +453,7 @@ def test_without_a_budget_a_plan_is_for_the_card_here_or_says_which_one_it_assum
         assert "\nnext: graphrun run " in output
 
 
+@pytest.mark.sweep("more")
 def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(
     graphrun: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,6 +473,7 @@ def test_a_budget_above_what_the_card_has_free_less_its_margin_is_warned_of(
     assert "has no memory of its own" in err
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(
     ("hardware", "vram", "free"),
     [
@@ -503,6 +521,7 @@ def test_a_measured_card_is_not_guessed_at(
         assert (code, "a desktop leaves" in output, message in err) == (0, False, True)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_thorough_search_does_not_suggest_itself(
     graphrun: Cli, monkeypatch: pytest.MonkeyPatch

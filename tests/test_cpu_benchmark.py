@@ -112,6 +112,7 @@ def test_the_second_benchmark_on_a_folder_says_what_to_type(part: Any, tmp_path:
         pass
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_killed_benchmark_holds_no_lock(part: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(BENCHMARKS), str(tmp_path)]
@@ -325,6 +326,7 @@ def test_tables_have_medians_limits_and_plans(part: Any) -> None:
     assert "caps enforced by the kernel" in lines[0]
 
 
+@pytest.mark.sweep("more")
 def test_page_readme_and_chart_are_made_from_the_cells(part: Any, tmp_path: Path) -> None:
     report = part("cpu_report")
     assert "img/cpu-m.svg" in report.page(RECORDED)

@@ -19,6 +19,7 @@ INPUTS = {"height": "64", "width": "64", "steps": "2", "prompt": "a"}
 TOTAL_CPU = ("flux-tiny", "--device", "cpu", *SMALL)
 
 
+@pytest.mark.sweep("more")
 def test_the_smallest_memory_on_the_screen_is_enough_and_a_byte_less_is_not(graphrun: Any) -> None:
     code, _, screen = graphrun("plan", *TOTAL_CPU, "--memory", "300M")
     assert code == 3
@@ -34,6 +35,7 @@ def test_the_smallest_memory_on_the_screen_is_enough_and_a_byte_less_is_not(grap
         api.plan(api.estimate(api.load("flux-tiny"), inputs=INPUTS, memory="300M"))
 
 
+@pytest.mark.sweep("more")
 def test_a_frontier_varies_the_memory(graphrun: Any) -> None:
     code, screen, _ = graphrun("frontier", *TOTAL_CPU, "--memory", "440M:2G")
     assert code == 0
@@ -49,6 +51,7 @@ def test_a_frontier_varies_the_memory(graphrun: Any) -> None:
     assert "give --memory 4G:8G" in text
 
 
+@pytest.mark.sweep("more")
 def test_an_estimate_says_whether_it_fits_in_the_memory(graphrun: Any) -> None:
     screen = graphrun("estimate", *TOTAL_CPU, "--memory", "2G")[1]
     assert "fits in 2.00 GiB of memory" in screen
@@ -78,6 +81,7 @@ def test_doctor_says_what_the_cpu_can_do(graphrun: Any, monkeypatch: pytest.Monk
     assert "without instructions for bfloat16" in screen
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_lists_and_sessions_run_within_the_memory(graphrun: Any, tmp_path: Path) -> None:
     (tmp_path / "inputs.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n', encoding="utf-8")
@@ -152,6 +156,7 @@ def test_a_dtype_replaces_16_bits_alone() -> None:
         api.load("flux-tiny", dtype="int8")
 
 
+@pytest.mark.sweep("more")
 def test_nothing_is_page_locked_on_a_cpu(graphrun: Any) -> None:
     code, _, text = graphrun("plan", *TOTAL_CPU, "--memory", "2G", "--pin", "transformer")
     assert code == 2

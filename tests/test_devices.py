@@ -193,6 +193,7 @@ WRONG_OPTIONS = [
 ]
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS)
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_budgets_of_other_devices_are_refused_by_commands(

@@ -182,6 +182,7 @@ def test_an_op_that_no_package_adds_is_refused_with_the_nearest(install: Install
     assert not imported.exists()
 
 
+@pytest.mark.sweep("more")
 def test_an_added_op_runs_in_a_graph(graphrun: Cli, install: Install, tmp_path: Path) -> None:
     """The picture is that of half the guidance."""
     install(entry_points.OPS, stranger__half="stranger:half")
@@ -209,6 +210,7 @@ def plan(graphrun: Cli, tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
+@pytest.mark.sweep("more")
 def test_a_plan_is_written_by_an_exporter(graphrun: Cli, install: Install, plan: Path) -> None:
     imported = install(entry_points.EXPORTERS, mine="stranger:listed", sglang="stranger:listed")
     code, printed, _ = graphrun("export", str(plan), "--to", "sglang")
@@ -218,6 +220,7 @@ def test_a_plan_is_written_by_an_exporter(graphrun: Cli, install: Install, plan:
     assert plan.with_name("mine.txt").read_text().startswith("flux-tiny takes ")
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -31,6 +31,7 @@ def problem() -> Problem:
     return package.estimate(graph, vram="8G", ram="16G", hardware="rtx4060laptop")
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_formats_of_published_checkpoints_fit_where_16_bits_wait_for_the_disk(
     problem: Problem,
@@ -52,6 +53,7 @@ def test_formats_of_published_checkpoints_fit_where_16_bits_wait_for_the_disk(
     assert seconds == pytest.approx(fits["4bit"].seconds, rel=0.05)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_without_permission_published_checkpoints_change_no_plan(problem: Problem) -> None:
     def without(graph: Graph) -> Graph:
@@ -68,6 +70,7 @@ def test_without_permission_published_checkpoints_change_no_plan(problem: Proble
     assert texts[0][1:] == texts[1][1:], "the first line has the problem's digest"
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_choice_has_a_command_and_its_sources(graphrun: Cli) -> None:
     code, output, _ = graphrun("fit", "flux-dev", *LAPTOP, "--want", "2 min", "--json")
@@ -97,6 +100,7 @@ def test_a_choice_has_a_command_and_its_sources(graphrun: Cli) -> None:
     assert (code, "nothing runs within 1.0 s" in " ".join(output.split())) == (1, True)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_folder_is_imported_and_nothing_is_written(graphrun: Cli, tmp_path: Path) -> None:
     code, output, err = graphrun(

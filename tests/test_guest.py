@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["", "another backend"])
 def test_the_process_is_as_it_was(backend: str, folder: Path) -> None:

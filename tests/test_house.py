@@ -15,6 +15,7 @@ from graphrun import device_kinds
 FILES = sorted((Path(__file__).parent.parent / "graphrun").rglob("*.py"))
 
 
+@pytest.mark.sweep("more")
 def test_no_mutable_state_at_module_level() -> None:
     faults = []
     for path in FILES:
@@ -32,6 +33,7 @@ def test_no_mutable_state_at_module_level() -> None:
     assert not faults
 
 
+@pytest.mark.sweep("more")
 def test_text_files_are_utf_8_by_name() -> None:
     """On Windows the default is another encoding, in which a page or a screen cannot be written."""
     faults, module_names = [], ("planfile", "reading")  # modules with functions of these names

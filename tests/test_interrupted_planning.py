@@ -61,6 +61,7 @@ def interrupted(
     return process
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_the_best_plan_so_far_is_shown_with_its_bound_and_saved(tmp_path: Path) -> None:
     process = interrupted(SECOND_CANDIDATE, "plan", *FLUX, "-o", "plan.json", folder=tmp_path)
@@ -76,6 +77,7 @@ def test_the_best_plan_so_far_is_shown_with_its_bound_and_saved(tmp_path: Path) 
     assert check.stdout.startswith("ok: ")
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_json_says_that_planning_was_interrupted(tmp_path: Path) -> None:
     data = json.loads(
@@ -85,6 +87,7 @@ def test_json_says_that_planning_was_interrupted(tmp_path: Path) -> None:
     assert 0 < data["bound_seconds"] <= data["predicted_seconds"]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("breakpoint_line", "command", "message"),

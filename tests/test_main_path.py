@@ -164,6 +164,7 @@ def test_a_plan_that_is_made_then_found_then_read(graphrun: Cli) -> None:
     }
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.usefixtures("cold")
 def test_a_session_of_two_runs(tmp_path: Path) -> None:
     graph = package.load(TINY)
@@ -177,6 +178,7 @@ def test_a_session_of_two_runs(tmp_path: Path) -> None:
     assert calls.of_a_cold_start() == (0, 1, COMPONENTS, 1)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.usefixtures("cold")
 def test_a_batch_of_two_requests(graphrun: Cli, tmp_path: Path) -> None:
     (tmp_path / "two.jsonl").write_text('{"prompt": "a lighthouse"}\n{"prompt": "a dog"}\n')

@@ -166,6 +166,7 @@ def test_the_group_has_no_swap() -> None:
     assert swap.items() <= expected.items()
 
 
+@pytest.mark.sweep("more", sample=2)
 @enforced
 @pytest.mark.parametrize(
     ("body", "code"),

@@ -16,6 +16,7 @@ from graphrun.notices import DROPPED, without_notices
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_what_graphrun_imports_to_attach_writes_nothing() -> None:
     script = "import graphrun; graphrun.Attachment"

@@ -213,6 +213,7 @@ def test_the_report_names_the_smallest_budgets_and_says_where_graphrun_is_behind
     assert page.count("| graphrun |") >= 4
 
 
+@pytest.mark.sweep("more")
 def test_a_plot_has_a_line_for_each_tool_that_finished(part: Any) -> None:
     figure = part("peers_plots").plot(
         "a < b",
@@ -245,6 +246,7 @@ def test_a_parameters_data_moves_between_host_and_sim_and_stays_the_same_object(
     assert "data" not in torch.Tensor.__dict__
 
 
+@pytest.mark.sweep("more", sample=1)
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_of_a_peer_shows(part: Any, name: str) -> None:
     paths = list(sys.path)
@@ -255,6 +257,7 @@ def test_a_defect_of_a_peer_shows(part: Any, name: str) -> None:
     assert rows["shown"], f"{name}: {rows}; fixed upstream? then say so in benchmarks/README.md"
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("model", ["flux", "sdxl", "cogview4", "hidream", "wan"])
 def test_the_full_size_models_of_a_card_make_a_pipeline(part: Any, model: str) -> None:
     """On meta: what a card adds is the weights."""

@@ -36,6 +36,7 @@ def rights(part: Any, objects: int, count: int) -> tuple[list[Any], list[np.ndar
     return sample, [scenes.draw(scene, rng) for scene in sample]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("objects", [1, 2])
 def test_the_detector_is_right_on_99_percent_of_drawn_pictures(part: Any, objects: int) -> None:
     judge = part("detector").judge
@@ -46,6 +47,7 @@ def test_the_detector_is_right_on_99_percent_of_drawn_pictures(part: Any, object
     assert sum(judged) >= 0.99 * len(judged)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("objects", [1, 2])
 def test_on_shuffled_prompts_the_detector_is_right_as_often_as_two_scenes_agree(
     part: Any, objects: int
@@ -120,6 +122,7 @@ def test_training_sees_neither_held_out_scenes_nor_their_mirrored_wording_nor_th
     )
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_training_that_was_interrupted_goes_on_as_if_it_had_not_been(
     part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +226,7 @@ def test_a_run_under_a_hard_cap_draws_what_was_asked_and_so_does_diffusers(
     assert np.array_equal(plan_pixels, whole)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_make_run_ends_on_the_cpu_with_the_picture_of_diffusers(part: Any, tmp_path: Path) -> None:
     """The last command of the recipe prints planned and measured seconds and memory."""

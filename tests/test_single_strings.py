@@ -93,6 +93,7 @@ CASES: dict[tuple[str, str], tuple[Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.sweep("more", sample=1)
 @pytest.mark.long
 @pytest.mark.parametrize(("function", "parameter"), CASES, ids=[".".join(case) for case in CASES])
 def test_a_string_counts_as_one_item(function: str, parameter: str, cached_dry_runs: Path) -> None:
@@ -125,6 +126,7 @@ def test_a_single_prompt_or_mapping_is_one_request() -> None:
     ]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_names_of_budgets_of_a_session_and_of_run_many_are_strings_too(tmp_path: Path) -> None:
     graph, options = (

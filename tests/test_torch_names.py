@@ -99,6 +99,7 @@ def test_expandable_segments_are_added_to_the_settings_of_the_process(
         torch._C._accelerator_setAllocatorSettings(settings)
 
 
+@pytest.mark.sweep("more")
 def test_every_private_name_of_torch_is_in_the_oldest_version_allowed() -> None:
     assert used() == listed()
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]

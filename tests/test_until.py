@@ -40,6 +40,7 @@ def plain_embeddings(graph: Any) -> tuple[torch.Tensor, ...]:
     return tuple(embeds)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize(("name", "count"), [("flux-tiny", 2), ("sdxl-tiny", 4)])
 def test_encoding_alone_ends_at_the_baseline_with_valid_embeddings(name: str, count: int) -> None:
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
@@ -71,6 +72,7 @@ def test_encoding_alone_ends_at_the_baseline_with_valid_embeddings(name: str, co
         assert torch.equal(actual, plain)
 
 
+@pytest.mark.sweep("more")
 def test_run_accepts_the_whole_graph_for_a_plan_until_a_stage() -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     whole = graphrun.estimate(graph, vram="6M", ram="8G", hardware="sim", inputs={"steps": 1})

@@ -63,6 +63,7 @@ def sd() -> Iterator[Attached]:
         yield Attached(pipe, device, attachment)
 
 
+@pytest.mark.sweep("more")
 def test_one_plan_serves_all_texts_and_seeds_and_another_size_gets_its_own(sd: Attached) -> None:
     plain = SD.build()
     assert equal(sd.seeded(), seeded(plain))
@@ -185,6 +186,7 @@ def test_the_random_state_of_the_process_and_of_generators_is_the_calls_own(sd: 
     assert equal(got, want)
 
 
+@pytest.mark.sweep("more")
 def test_a_small_budget_streams_and_a_smaller_one_is_refused_with_the_minimum() -> None:
     pipe = FLUX.build()
     want = FLUX.call(pipe)

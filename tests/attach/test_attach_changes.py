@@ -150,6 +150,7 @@ def image_to_image(pipe: Any, **arguments: Any) -> Any:
     return seeded(pipe, image=picture(), strength=0.9, height=None, width=None, **arguments)
 
 
+@pytest.mark.sweep("more")
 def test_pipelines_that_share_components_may_be_attached_beside_one_another(sd: Attached) -> None:
     plain = SD.build()
     other = sharing(sd.pipe)

@@ -170,6 +170,7 @@ def test_a_plan_that_moves_parts_of_a_compiled_block_is_refused() -> None:
         )
 
 
+@pytest.mark.sweep("more")
 def test_compiled_blocks_run_as_written_on_the_simulated_accelerator() -> None:
     """However many calls of however many sizes there are, none of them compiles. PyTorch has no
     compiler for ``sim``, and refuses the plain compiled pipeline there."""
@@ -265,6 +266,7 @@ def test_a_session_compiles_the_blocks_that_the_graph_asks_for_once(
     assert compiler.count == compile_count > 0
 
 
+@pytest.mark.sweep("more")
 def test_nothing_is_compiled_unless_the_caller_allows_what_the_graph_asks_for(
     edit_graph: Callable[..., Any], compiler: Compilations
 ) -> None:

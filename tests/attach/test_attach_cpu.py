@@ -188,6 +188,7 @@ def test_shared_parameters_stay_shared(flux: Any) -> None:
     assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("is_shared", [False, True], ids=["budgets apart", "one budget"])
 def test_two_pipelines_of_the_same_files(tmp_path: Path, reads: FileReads, is_shared: bool) -> None:
     save(FLUX, tmp_path)

@@ -86,6 +86,7 @@ def test_a_cast_pipeline_stays_in_memory(folder: Path, reads: FileReads) -> None
     assert sum(reads.taken().values()) == 0
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
 def test_a_pipeline_that_bitsandbytes_quantized_stays_in_memory(precision: str) -> None:
     pytest.importorskip("bitsandbytes")

@@ -189,6 +189,7 @@ def test_a_feature_is_switched_on_while_attached(feature: tuple[Switch, str]) ->
     assert equal(output(name, pipe), want[0])
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_cache_that_is_on_before_is_known_and_another_setting_is_a_change() -> None:
     pipe, device = CASES["FluxPipeline"].build(), SimulatedDevice(Machine())

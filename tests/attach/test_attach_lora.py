@@ -70,6 +70,7 @@ def test_loras_may_be_loaded_weighted_fused_and_unloaded_while_attached() -> Non
     assert not equal(wants[0], bare)
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(
     ("change", "name"),
     [

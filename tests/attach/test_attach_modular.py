@@ -45,6 +45,7 @@ def weight_bytes(pipe: Any) -> int:
     )
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("name", ["FluxPipeline", "StableDiffusionXLPipeline"])
 def test_output_peak_and_baseline_of_a_modular_pipeline(name: str) -> None:
     pipe = modular(name)
@@ -118,6 +119,7 @@ def decoded(pipe: Any, latents: torch.Tensor) -> Any:
     return pipe(latents, output_type="np", generator=generator, return_dict=False)[0]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_flex_attention_within_its_least_budget() -> None:
     """LTX-2.5's diffusion decoder."""

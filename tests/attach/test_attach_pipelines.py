@@ -59,6 +59,7 @@ def put_on(device: SimulatedDevice) -> Callable[[torch.Tensor], torch.Tensor]:
     return put
 
 
+@pytest.mark.sweep("more", sample=1)
 @pytest.mark.parametrize("name", each())
 def test_output_peak_and_baseline(name: str) -> None:
     case: Case = CASES[name]
@@ -92,6 +93,7 @@ def test_equal_calls_are_equal_problems() -> None:
     assert digests == [digests[0]] * 3
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_pipeline_that_keeps_state_from_one_method_for_the_next() -> None:
     """LEdits++ inverts a picture, and its call edits that."""
@@ -130,6 +132,7 @@ def test_a_pipeline_that_keeps_state_from_one_method_for_the_next() -> None:
         )
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_calls_after_one_that_keeps_a_tensor_are_planned_without_the_work_it_saves() -> None:
     """Marigold's first call computes the embedding of an empty text and keeps it."""

@@ -57,6 +57,7 @@ def built(precision: str) -> Any:
     return pipe
 
 
+@pytest.mark.sweep("more", sample=1)
 @pytest.mark.parametrize("precision", ["int8", "nf4", "nf4 twice"])
 def test_quantized_components_are_placed_and_released(precision: str) -> None:
     want, pipe, device = SDXL.call(built(precision)), built(precision), SimulatedDevice(Machine())
@@ -75,6 +76,7 @@ def test_quantized_components_are_placed_and_released(precision: str) -> None:
     assert equal(SDXL.call(pipe), want)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
 def test_a_component_that_diffusers_quantized_is_attached_once_it_is_on_the_cpu(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

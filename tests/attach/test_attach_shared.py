@@ -17,6 +17,7 @@ from graphrun.sim import Machine
 CASE = cases()["ZImageControlNetPipeline"]
 
 
+@pytest.mark.sweep("more")
 def test_components_that_share_weights_are_one_component_with_each_weight_counted_once() -> None:
     pipe, device = CASE.build(), SimulatedDevice(Machine())
     want, cap_bytes = CASE.call(pipe), int(SHARE * weight_bytes(pipe))

@@ -206,6 +206,7 @@ def test_where_all_fits_a_further_call_runs_hardly_more_operators_than_the_plain
     )
 
 
+@pytest.mark.sweep("more")
 def test_what_does_not_fit_moves_what_the_plan_says_and_less_than_from_an_empty_device() -> None:
     warm, empty = Warm(SD, 0.8), Warm(SD, 0.8, between_calls="empty")
     with warm.attachment, empty.attachment:
@@ -226,6 +227,7 @@ def test_other_calls_move_nothing_that_the_calls_before_left_where_all_fits(room
     assert roomy.call() == 0
 
 
+@pytest.mark.sweep("more")
 def test_two_sizes_in_turn_keep_the_blocks_that_both_plans_keep() -> None:
     warm = Warm(SD, 0.8)
     with warm.attachment:
@@ -283,6 +285,7 @@ def through_data(pipe: Any) -> None:
     pipe.unet.conv_out.bias.data.mul_(2)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("change", [in_place, through_data])
 def test_weights_written_to_between_calls_are_loaded_again(
     roomy: Warm, change: Callable[[Any], None]
@@ -318,6 +321,7 @@ def test_errors_and_release_empty_the_device(roomy: Warm) -> None:
     assert roomy.device.allocated_bytes == 0, "released when the call ended"
 
 
+@pytest.mark.sweep("more")
 def test_pipelines_with_one_budget_give_way_to_the_one_that_is_called() -> None:
     bytes_of = weight_bytes(SD.build())
     device, budget = SimulatedDevice(Machine()), graphrun.Budget(int(2.5 * bytes_of))

@@ -73,6 +73,7 @@ def test_components_entered_one_after_another_have_a_phase_each_and_are_streamed
     )
 
 
+@pytest.mark.sweep("more")
 def test_an_ip_adapter_adds_its_tensors_and_depends_on_its_picture(tmp_path: Path) -> None:
     """Its output is that of the same pipeline after diffusers' own `load_ip_adapter`."""
     from safetensors.torch import save_file

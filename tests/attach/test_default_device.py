@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from test_attach import SD, seeded
 from test_attach_pipelines import equal, weight_bytes
@@ -37,6 +38,7 @@ def image() -> np.ndarray:
     return np.asarray(graphrun.run(solution, graph, inputs=inputs).outputs["image"])
 
 
+@pytest.mark.sweep("more")
 def test_a_graph_is_planned_and_run_with_the_same_bits() -> None:
     plain = image()
     with meta_default():

@@ -69,6 +69,7 @@ def solved(graph: Graph, vram: str, **settings: Any) -> Solution:
     return graphrun.plan(graphrun.estimate(graph, vram=vram, **{**OPTIONS, **settings}))
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("vram", ["64M", "5M"])
 def test_a_script_runs_with_the_picture_of_the_plan(
     saved_graph: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vram: str
@@ -85,6 +86,7 @@ def test_a_script_runs_with_the_picture_of_the_plan(
     )
 
 
+@pytest.mark.sweep("more", sample=1)
 @pytest.mark.long
 @pytest.mark.parametrize("vram", ["64M", "5M"])
 @pytest.mark.parametrize("engine", ["diffusers", "accelerate"])
@@ -146,6 +148,7 @@ def test_a_script_lists_what_is_lost_and_streams_what_the_plan_streams(
     assert 'offload_type="block_level"' not in resident
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(
     "name",
     ["sdxl-tiny", "sd3-tiny", "hunyuan-dit-tiny", "wan-tiny", "qwen-image-tiny", "hidream-tiny"],
@@ -174,6 +177,7 @@ def test_a_graph_that_cannot_be_exported_is_refused(saved_graph: Callable[[str],
         diffusers_script(random, solution)
 
 
+@pytest.mark.sweep("more")
 def test_a_device_map_dispatches_with_the_same_output(tmp_path: Path) -> None:
     from accelerate import dispatch_model
 
@@ -335,6 +339,7 @@ def test_an_incomplete_device_map_is_refused(
         plan_for(problem, maps)
 
 
+@pytest.mark.sweep("more")
 def test_the_commands_write_both_and_plan_a_map(
     saved_graph: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -257,6 +257,7 @@ PAIRS = {
 FEWER = ("sdxl", 0.5)
 
 
+@pytest.mark.sweep("more", sample=1)
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "share"), [FEWER, ("flux", 0.5), ("flux", 0.7), ("flux", 0.9)])
 def test_shared_components_move_no_more_bytes_than_with_diffusers_default(

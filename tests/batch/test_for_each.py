@@ -49,6 +49,7 @@ def seeded(tmp_path: Path) -> Load:
     return lambda *changes: written(tmp_path, "flux-tiny", *SEEDED, *changes)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_pictures_from_one_text_are_those_of_single_runs_and_the_text_is_encoded_once(
     seeded: Load, flux: Any, batch: Any
@@ -100,6 +101,7 @@ VIDEO = (
 )
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_frames_of_a_video_go_through_a_pipeline_one_by_one(
     tmp_path: Path, cached_dry_runs: Path
@@ -129,6 +131,7 @@ def test_frames_of_a_video_go_through_a_pipeline_one_by_one(
     ]
 
 
+@pytest.mark.sweep("more")
 def test_a_plan_is_for_one_item_and_single_runs_refuse_a_list(seeded: Load, problem: Any) -> None:
     graph, budgets = seeded(), {"vram": "6M", "ram": "8G", "hardware": "sim"}
     estimated = graphrun.estimate(

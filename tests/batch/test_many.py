@@ -69,6 +69,7 @@ def test_on_two_devices_every_request_has_the_bits_of_one(batch: Any) -> None:
     assert 0 < max(slot.secondary_peaks[0] for slot in slots) <= 6 * MIB
 
 
+@pytest.mark.sweep("more")
 def test_a_batch_that_finds_cached_embeddings_loads_no_encoder(
     batch: Any, planned_before: Path
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_batch_that_finds_cached_embeddings_loads_no_encoder(
     assert resumed_batch.outputs[2]["image"].tobytes() == first.outputs[1]["image"].tobytes()
 
 
+@pytest.mark.sweep("more")
 def test_a_broken_request_is_left_out_and_the_others_run_unless_strict(batch: Any) -> None:
     requests = [REQUESTS[0], {"prompt": "b", "steps": "many"}]
     with pytest.raises(InputError, match="request 2: input 'steps'"):
@@ -156,6 +158,7 @@ def test_loops_that_would_restart_are_named_with_the_reason(flux: Any) -> None:
     assert "loops over timesteps" in reason
 
 
+@pytest.mark.sweep("more")
 def test_other_sizes_have_a_schedule_of_their_own(batch: Any) -> None:
     results = batch([{"prompt": "a"}, {"prompt": "a", "steps": 1}])
     assert [schedule.requests for schedule in results.schedules] == [1, 1]
@@ -168,6 +171,7 @@ def plan(cached_dry_runs: Path) -> Any:
     return functools.partial(graphrun.plan, cache=cached_dry_runs)
 
 
+@pytest.mark.sweep("more")
 def test_the_schedule_with_the_least_predicted_time_comes_first(
     flux: Any, problem: Problem, plan: Any
 ) -> None:
@@ -240,6 +244,7 @@ def test_values_beyond_their_ram_wait_on_disk() -> None:
         assert not values.has(2, "encode.embeds")
 
 
+@pytest.mark.sweep("more")
 def test_memory_that_vanishes_during_a_request_has_its_unblocked_planned_again(
     batch: Any, flux: Any, problem: Problem
 ) -> None:

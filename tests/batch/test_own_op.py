@@ -117,6 +117,7 @@ def by_hand(graph: Any, picture: Any) -> bytes:
         return bytes(op_module.sharpen(latents, vae)["image"].tobytes())
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_it_is_streamed_under_a_tight_budget_killed_and_resumed_with_equal_pictures(
     load_graph: Any, sink: Any, kill_run: Any, tmp_path: Path

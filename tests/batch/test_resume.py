@@ -39,6 +39,7 @@ def whole(batch: Any, sink: Any, tmp_path_factory: pytest.TempPathFactory) -> di
     return pictures(folder)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("first", random.Random(7).sample(range(1, 24), 2))
 def test_killed_at_any_write_it_resumes_and_ends_with_the_same_bits(
     batch: Any, sink: Any, kill_run: Any, whole: dict[str, bytes], first: int, tmp_path: Path
@@ -107,6 +108,7 @@ def test_it_resumes_after_the_last_step(
     )
 
 
+@pytest.mark.sweep("more")
 def test_a_loop_whose_state_does_not_fit_restarts_and_says_so(
     batch: Any, interrupted: Any, tmp_path: Path
 ) -> None:
@@ -132,6 +134,7 @@ def test_a_loop_whose_state_does_not_fit_restarts_and_says_so(
     assert "in the saved state: remove it and start again" in reason
 
 
+@pytest.mark.sweep("more")
 def test_another_graph_is_refused_with_what_changed(batch: Any, flux: Any, tmp_path: Path) -> None:
     state = tmp_path / "state"
     batch(REQUESTS[:1], resume=state)
@@ -176,6 +179,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(
         batch(REQUESTS[:1], resume=tmp_path / "file" / "state")
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("target", ["3.png", "2/done.json"])
 def test_killed_between_writing_and_renaming_it_resumes_and_leaves_no_other_file(
     batch: Any, sink: Any, killed_before: Any, whole: dict[str, bytes], target: str, tmp_path: Path

@@ -76,6 +76,7 @@ def test_threads_take_turns_and_each_gets_its_own_picture(flux: Any, cached_dry_
     assert pictures[0] == pictures[2] != pictures[1] == pictures[3]
 
 
+@pytest.mark.sweep("more")
 def test_after_a_failed_run_the_next_one_begins_anew(flux: Any, cached_dry_runs: Path) -> None:
     with graphrun.Session(
         flux, inputs=SMALL, cache=cached_dry_runs, reuse="none", **BUDGET
@@ -103,6 +104,7 @@ def encoders(trace: Any) -> int:
     )
 
 
+@pytest.mark.sweep("more")
 def test_other_sizes_are_planned_when_they_come_and_begin_with_an_empty_device(
     flux: Any, cached_dry_runs: Path
 ) -> None:
@@ -135,6 +137,7 @@ def test_other_sizes_are_planned_when_they_come_and_begin_with_an_empty_device(
     )
 
 
+@pytest.mark.sweep("more")
 def test_s3_5_prompts_that_come_again_are_not_encoded_again(
     flux: Any, planned_before: Path
 ) -> None:
@@ -154,6 +157,7 @@ def test_s3_5_prompts_that_come_again_are_not_encoded_again(
     assert sum(t.seconds for t in traces) < sum(t.seconds for t in plain)
 
 
+@pytest.mark.sweep("more")
 def test_one_prompt_that_comes_again_is_not_worth_another_plan_until_it_has_cost_as_much(
     flux: Any, planned_before: Path
 ) -> None:
@@ -176,6 +180,7 @@ def test_one_prompt_that_comes_again_is_not_worth_another_plan_until_it_has_cost
     )
 
 
+@pytest.mark.sweep("more")
 def test_what_is_no_input_is_refused_at_once_and_what_cannot_be_planned_with_its_run(
     flux: Any, cached_dry_runs: Path
 ) -> None:
@@ -195,6 +200,7 @@ def test_what_is_no_input_is_refused_at_once_and_what_cannot_be_planned_with_its
         graphrun.Session(flux, runs=1, **BUDGET)
 
 
+@pytest.mark.sweep("more")
 def test_a_run_that_runs_out_of_memory_is_planned_again_and_the_next_one_is_as_before(
     flux: Any, cached_dry_runs: Path
 ) -> None:
@@ -230,6 +236,7 @@ class Kept:
         self.states[stage] = state
 
 
+@pytest.mark.sweep("more")
 def test_a_run_resumes_the_loop_of_a_journal(flux: Any, cached_dry_runs: Path) -> None:
     inputs = {**SMALL, "steps": 5, "prompt": "a"}
     with graphrun.Session(
@@ -247,6 +254,7 @@ def test_a_run_resumes_the_loop_of_a_journal(flux: Any, cached_dry_runs: Path) -
             assert session.device.allocated_bytes == 0
 
 
+@pytest.mark.sweep("more")
 def test_plans_used_longest_ago_are_dropped(
     flux: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_batch_has_what_took_more_than_planned_on_a_device(
     assert {slot.partition("/")[0] for slot in slots} == {"encode", "denoise", "decode"}
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("items", [1, 3])
 def test_a_device_that_waits_for_values_loads_meanwhile(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, items: int
@@ -166,6 +167,7 @@ def test_a_device_that_waits_for_values_loads_meanwhile(
         assert lane.start_seconds >= 0
 
 
+@pytest.mark.sweep("more")
 def test_two_devices_of_a_host_hold_stages_together(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, tmp_path: Path
 ) -> None:
@@ -194,6 +196,7 @@ def test_two_devices_of_a_host_hold_stages_together(
             files.read(path)
 
 
+@pytest.mark.sweep("more")
 def test_a_device_encodes_and_decodes_while_another_denoises(
     flux: Any, crew: Any, cached_dry_runs: Path, tmp_path: Path
 ) -> None:
@@ -257,6 +260,7 @@ def test_parts_after_which_no_device_goes_on_get_no_items(pipeline: Placement) -
     ]
 
 
+@pytest.mark.sweep("more")
 def test_what_fails_in_a_run_of_two_items_fails_alone(
     flux: Any, crew: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +279,7 @@ def test_what_fails_in_a_run_of_two_items_fails_alone(
     assert list(batch.outputs) == [1, 2, 4]
 
 
+@pytest.mark.sweep("more")
 def test_a_slow_link_holds_devices_back_and_changes_no_bit(
     flux: Any, crew: Any, pipeline: Placement, single: Any
 ) -> None:
@@ -291,6 +296,7 @@ def test_a_slow_link_holds_devices_back_and_changes_no_bit(
     assert starts[1] - starts[0] == pytest.approx(sent_bytes / 1e4, rel=0.05)
 
 
+@pytest.mark.sweep("more")
 def test_equal_stages_run_once_and_replicas_share_items(
     flux: Any, crew: Any, cached_dry_runs: Path
 ) -> None:
@@ -329,6 +335,7 @@ def test_the_last_items_go_to_the_devices_that_finish_them_first(
     assert len(batch.outputs) == count
 
 
+@pytest.mark.sweep("more")
 def test_lost_values_are_made_again(flux: Any, crew: Any, pipeline: Placement, single: Any) -> None:
     def lose(crew_instance: Here, run: int) -> None:
         if run in (3, 5):
@@ -442,6 +449,7 @@ def test_a_batch_that_was_interrupted_resumes_after_its_stages(
     assert sorted([*batch.done_before, *batch.outputs]) == [1, 2, 3]
 
 
+@pytest.mark.sweep("more")
 def test_a_device_with_less_memory_than_planned_plans_again_or_says_so(
     flux: Any, crew: Any, pipeline: Placement, single: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,6 +478,7 @@ def test_a_device_with_less_memory_than_planned_plans_again_or_says_so(
         ran_by(flux, pipeline, shrunk(0.001), REQUESTS[:1])
 
 
+@pytest.mark.sweep("more")
 def test_a_secondary_with_less_memory_than_planned_plans_again(
     flux: Any, crew: Any, single: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_hosts_whose_memory_is_a_row_come_out_the_same(
     )
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("number", range(20))
 def test_up_to_four_devices_of_a_host_hold_a_column_together(number: int) -> None:
     case = replace(unlimited(random_case(number, 4 if number < 5 else 3, 2)), max_team=4)

@@ -74,6 +74,7 @@ def test_the_picture_is_graphruns_own(
     )
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_other_sizes_and_texts_are_runs_of_one_session(node: LocalNode, small_flux: str) -> None:
     first, _ = draw(node, small_flux)
@@ -102,6 +103,7 @@ def test_progress_is_of_the_plan_without_cached_stages(
     assert max(value for value, total, _ in comfy_ui.updates if total == 100) == 100
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_comfyui_and_graphrun_hand_the_memory_to_each_other(
     node: LocalNode, comfy_ui: comfy_standin.ComfyUI, small_flux: str
@@ -155,6 +157,7 @@ def test_unload_frees_everything_and_a_renewed_entry_nothing(
     assert comfy_ui.patchers == []
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_tensors_of_comfyui_are_outside_of_the_budget(node: LocalNode, small_flux: str) -> None:
     draw(node, small_flux)
@@ -168,6 +171,7 @@ def test_tensors_of_comfyui_are_outside_of_the_budget(node: LocalNode, small_flu
     del comfy_tensor
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_refusal_says_what_to_type(node: LocalNode, small_flux: str) -> None:
     with pytest.raises(DoesNotFit) as refusal:
@@ -182,6 +186,7 @@ def test_a_refusal_says_what_to_type(node: LocalNode, small_flux: str) -> None:
     assert np.array_equal(image[0].numpy(), expected(small_flux, prompt="a boat", seed=7))
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_cancelling_stops_the_run_and_empties_the_device(
     node: LocalNode, comfy_ui: comfy_standin.ComfyUI, small_flux: str
@@ -197,6 +202,7 @@ def test_cancelling_stops_the_run_and_empties_the_device(
     assert np.array_equal(image[0].numpy(), expected(small_flux, prompt="a boat", seed=7))
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_another_graph_takes_the_place_of_the_first(
     node: LocalNode, comfy_ui: comfy_standin.ComfyUI, small_flux: str
@@ -213,6 +219,7 @@ def test_another_graph_takes_the_place_of_the_first(
     assert np.array_equal(result[0].numpy(), expected("sdxl-img2img-tiny", **inputs))
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_folder_of_diffusers_is_imported_once(
     node: LocalNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -97,6 +97,7 @@ def used(page: str) -> Iterator[tuple[str, list[str]]]:
                 yield line, [name, *words[1:]]
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_option_exists(page: str) -> None:
     from graphrun.cli import main
@@ -158,6 +159,7 @@ def test_the_page_runs_as_printed(
     run_page(page, runnable(page), tmp_path, monkeypatch)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its commands: tests/installed/test_wheel.py."""

@@ -79,6 +79,7 @@ def test_every_type_that_a_public_function_returns_is_importable() -> None:
     assert {"Graph", "Problem", "Solution", "Trace", "Attachment", "Batch", "LivePipeline"} <= types
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_every_public_function_has_an_example_that_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

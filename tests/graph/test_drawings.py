@@ -171,6 +171,7 @@ def estimated(graphrun: Cli) -> dict[str, Any]:
     return json.loads(output)  # type: ignore[no-any-return]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_bytes_in_drawings_are_those_of_estimate(
     graphrun: Cli, estimated: dict[str, Any], tmp_path: Path

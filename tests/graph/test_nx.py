@@ -40,6 +40,7 @@ def edges(graph: networkx.DiGraph, relation: str) -> set[tuple[str, str]]:
     return {(tail, head) for tail, head, label in graph.edges(data="relation") if label == relation}
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_order_of_a_reference_graph_is_networkx_s(path: Path) -> None:
     graph, file_stages = (

@@ -114,6 +114,7 @@ def test_a_pipeline_in_a_folder_or_a_checkpoint_is_refused_with_the_import(
         package.load(name)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_plan_names_a_shipped_graph_and_is_read_without_the_folder(
     graphrun: Cli, tmp_path: Path

@@ -122,6 +122,7 @@ BAD_GRAPHS = {
 }
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(("change", "message"), BAD_GRAPHS.values(), ids=BAD_GRAPHS)
 def test_a_graph(change: tuple[str, str], message: str, tmp_path: Path) -> None:
     path = flux(tmp_path, change)
@@ -395,6 +396,7 @@ def test_plans_that_are_no_files(tmp_path: Path) -> None:
             plan_files.read(path)
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(
     ("changes", "arguments"),
     [

@@ -26,6 +26,7 @@ EXAMPLES |= {
 }
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.long
 @pytest.mark.parametrize("reader", EXAMPLES)
 def test_mutants(reader: str) -> None:

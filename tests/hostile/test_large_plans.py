@@ -211,6 +211,7 @@ LARGE: dict[str, tuple[Callable[[Problem], Problem], str]] = {
 }
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(("change", "message"), LARGE.values(), ids=LARGE)
 def test_a_problem_that_is_too_large(
     change: Callable[[Problem], Problem], message: str, small_solution: Any, tmp_path: Path

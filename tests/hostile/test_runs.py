@@ -85,6 +85,7 @@ def test_a_width_that_is_no_width(edit_graph: Callable[..., Any]) -> None:
         package.estimate(graph, vram="6M", ram="8G", hardware="sim")
 
 
+@pytest.mark.sweep("more")
 def test_ten_million_layers(edit_graph: Callable[..., Any], tmp_path: Path) -> None:
     config = json.loads((GRAPHS / "configs/tiny-flux-transformer.json").read_text())
     (tmp_path / "many.json").write_text(json.dumps({**config, "num_layers": 10_000_000}))
@@ -121,6 +122,7 @@ def test_an_order_that_lacks_a_block(make_problem: Callable[..., Any]) -> None:
         } == {"problem"}
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_plan_file_allows_nothing(graphrun: Cli, tmp_path: Path) -> None:
     encode = ("--device", "sim", "--vram", "6M", "--until", "encode")
@@ -165,6 +167,7 @@ FORGED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(("change", "message"), FORGED.values(), ids=FORGED)
 def test_a_plan_file_does_not_say_what_needs_no_permission(
     change: Callable[[Any], Any], message: str, make_problem: Callable[..., Any]
@@ -232,6 +235,7 @@ def test_a_picture_that_its_format_cannot_hold_is_kept(tmp_path: Path) -> None:
     assert tensors["latents"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.sweep("more")
 def test_a_forked_session() -> None:
     graph = package.load(FLUX)
     fork = multiprocessing.get_context("fork")
@@ -264,6 +268,7 @@ def _refused(session: Any, answers: Any) -> None:
 ODD = "e\x9b31mvil\u202e\x1b]0;x\x07\u2066\r"
 
 
+@pytest.mark.sweep("more")
 def test_names_of_a_plan_reach_a_terminal_as_escapes(
     graphrun: Cli, tmp_path: Path, make_problem: Callable[..., Any]
 ) -> None:

@@ -155,6 +155,7 @@ def test_invalid_options(graphrun: Cli, pipeline: Path) -> None:
     assert "--revision is for a repository" in refused(graphrun, pipeline, "--revision", "main")
 
 
+@pytest.mark.sweep("more")
 def test_an_existing_graph_file_is_not_overwritten(
     graphrun: Cli, pipeline: Path, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_model_of_blocks_only_gives_the_pipelines_own_output(name: str, tmp_pa
         assert equal(next(iter(trace.outputs.values())), want)
 
 
+@pytest.mark.sweep("more")
 def test_settings_of_blocks_are_set_as_inputs_are(tmp_path: Path) -> None:
     """Cosmos 3 refuses to run without its checker unless the setting says so."""
     pipe = tiny_modular.cosmos3_distilled()
@@ -167,6 +168,7 @@ def test_settings_of_blocks_are_set_as_inputs_are(tmp_path: Path) -> None:
     assert planned(graph, inputs_of(call, graph)).plan
 
 
+@pytest.mark.sweep("more")
 def test_values_are_passed_by_name_and_random_numbers_continue(tmp_path: Path) -> None:
     """An encoder depends on another only where both draw from one generator, whose state passes
     between them."""
@@ -191,6 +193,7 @@ def test_values_passed_in_are_in_the_groups_that_blocks_read() -> None:
     assert (state.height, state.width, state.num_inference_steps) == (16, None, 50)
 
 
+@pytest.mark.sweep("more")
 def test_a_batch_gives_the_pipelines_own_output(tmp_path: Path) -> None:
     pipe = modular("FluxPipeline")
     call = call_of("FluxPipeline", pipe)
@@ -200,6 +203,7 @@ def test_a_batch_gives_the_pipelines_own_output(tmp_path: Path) -> None:
     assert equal(image, expected(pipe, call | {"num_images_per_prompt": 2}))
 
 
+@pytest.mark.sweep("more")
 def test_a_pipeline_pruned_to_a_workflow_is_that_workflow(tmp_path: Path) -> None:
     blocks = d.FluxAutoBlocks().get_workflow("image2image")
     pipe = modular("FluxPipeline", blocks)
@@ -211,6 +215,7 @@ def test_a_pipeline_pruned_to_a_workflow_is_that_workflow(tmp_path: Path) -> Non
     assert "image" in graph.inputs
 
 
+@pytest.mark.sweep("more")
 def test_whole_is_one_stage_with_the_same_output(tmp_path: Path) -> None:
     pipe = modular("FluxPipeline")
     call = call_of("FluxPipeline", pipe)
@@ -259,6 +264,7 @@ class SizedBlocks(SequentialPipelineBlocks):
     block_names = ["size", *d.FluxAutoBlocks().sub_blocks]
 
 
+@pytest.mark.sweep("more")
 def test_blocks_that_pass_a_value_that_a_graph_cannot_hold_are_one_stage(tmp_path: Path) -> None:
     pipe = modular("FluxPipeline", SizedBlocks())
     call = call_of("FluxPipeline", pipe)
@@ -296,6 +302,7 @@ def test_an_unknown_workflow_is_an_error(tmp_path: Path) -> None:
         written(modular("FluxPipeline"), {}, tmp_path / "graph.yaml", "image2imag")
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize(
     ("old_text", "new_text", "message"),
     [
@@ -341,6 +348,7 @@ def changed(folder: Path, **entries: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
+@pytest.mark.sweep("more")
 def test_a_folder_is_the_same_graph_with_its_weights(folder: Path, tmp_path: Path) -> None:
     """Also where the folder was moved and one component is in another folder."""
     pipe = modular("FluxPipeline")
@@ -374,6 +382,7 @@ def test_a_folder_is_the_same_graph_with_its_weights(folder: Path, tmp_path: Pat
     assert equal(run(graph, planned(graph), inputs).outputs["image"], expected(pipe, call))
 
 
+@pytest.mark.sweep("more")
 def test_a_class_needs_configurations_of_what_its_workflow_uses(
     folder: Path, tmp_path: Path
 ) -> None:

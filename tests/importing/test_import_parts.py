@@ -73,6 +73,7 @@ def test_dtypes_are_those_of_files_then_of_configurations_then_of_the_others(
     }
 
 
+@pytest.mark.sweep("more")
 def test_a_vae_that_its_pipeline_casts_up_is_declared_in_fp32(tmp_path: Path) -> None:
     source = saved("StableDiffusionXLPipeline", tmp_path)
     graph = source.imported(dtypes={"": "float16"}).write(tmp_path / "graph.yaml")
@@ -124,6 +125,7 @@ class Halving(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
         return super().prepare_latents(*halved, **kwargs)
 
 
+@pytest.mark.sweep("more")
 def test_a_call_whose_stages_would_compute_something_else_is_not_split(tmp_path: Path) -> None:
     spec = with_dtypes(of_folder(saved("StableDiffusionPipeline", tmp_path).folder), {})
     sizes = {"height": 16, "width": 16}
@@ -155,6 +157,7 @@ def test_the_stand_in_for_a_vocabulary_is_the_reference_graphs() -> None:
         assert own_layout.encode(text).ids == other_layout.encode(text).ids
 
 
+@pytest.mark.sweep("more")
 def test_from_a_class_and_the_reference_configurations_come_the_reference_graphs_numbers(
     tmp_path: Path, dry: Any
 ) -> None:

@@ -55,6 +55,7 @@ def test_an_imported_graph_makes_the_pipelines_own_output(name: str, tmp_path: P
     assert equal(next(iter(trace.outputs.values())), source.expected())
 
 
+@pytest.mark.sweep("more")
 def test_four_encoders_are_in_the_encode_stage(tmp_path: Path) -> None:
     source = of_graph("hidream-tiny", tmp_path)
     graph = source.imported().write(tmp_path / "graph.yaml")
@@ -68,6 +69,7 @@ def test_four_encoders_are_in_the_encode_stage(tmp_path: Path) -> None:
     assert equal(trace.outputs["image"], source.expected())
 
 
+@pytest.mark.sweep("more")
 def test_no_negative_prompt_differs_from_an_empty_one(tmp_path: Path) -> None:
     """SDXL uses zeros as the negative embeddings only where there is no negative prompt; the graph
     supports both."""
@@ -116,6 +118,7 @@ def test_whole_is_one_stage_with_the_same_output(tmp_path: Path) -> None:
     assert equal(run(graph, planned(graph), source.inputs).outputs["image"], source.expected())
 
 
+@pytest.mark.sweep("more")
 def test_a_vae_that_decodes_in_tiles_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = AutoencoderKL._decode
 
@@ -132,6 +135,7 @@ def test_a_vae_that_decodes_in_tiles_alone(tmp_path: Path, monkeypatch: pytest.M
     assert equal(run(graph, planned(graph), source.inputs).outputs["image"], source.expected())
 
 
+@pytest.mark.sweep("more")
 def test_an_argument_that_is_a_mapping_is_in_the_file(tmp_path: Path) -> None:
     source = saved("HunyuanVideoPipeline", tmp_path)
     mapping = {"template": "a film of {}", "crop_start": 3}
@@ -157,6 +161,7 @@ def test_tensors_are_files_of_the_planned_shape(tmp_path: Path) -> None:
         run(graph, solution, files | {"image_embeds": torch.zeros(2, 32)})
 
 
+@pytest.mark.sweep("more")
 def test_a_live_pipeline_is_the_same_graph(tmp_path: Path) -> None:
     source = saved("StableDiffusionPipeline", tmp_path)
     live = graphrun.from_pipeline(source.pipe)

@@ -104,6 +104,7 @@ def few_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate_cpu, "POOL_BYTES", 1 << 26)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 @pytest.mark.usefixtures("few_probes")
 def test_every_key_is_documented_and_printed(graphrun: Cli) -> None:

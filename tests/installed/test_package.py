@@ -31,6 +31,7 @@ def names(texts: list[str]) -> set[str]:
     return {canonicalize_name(Requirement(text).name) for text in texts}
 
 
+@pytest.mark.sweep("more")
 def test_every_imported_package_is_a_dependency() -> None:
     extras = PROJECT["optional-dependencies"]
     requirements = names(PROJECT["dependencies"]).union(

@@ -92,6 +92,7 @@ finally:
 PLAN = ("plan", "flux-tiny", "--device", "sim", "--vram", "6M", "--ram", "8G")
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(
     ("command", "imported"),
     [(("--help",), ""), (("list",), "yaml"), (PLAN, "yaml")],

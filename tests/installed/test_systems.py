@@ -59,6 +59,7 @@ def without_posix(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_nothing_of_posix_alone_is_needed(tmp_path: Path) -> None:
     process = without_posix(EVERYTHING, tmp_path)
@@ -80,6 +81,7 @@ assert reads.is_direct == {"numbers": False}
 """
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_blocks_are_read_without_direct_reads(tmp_path: Path) -> None:
     process = without_posix(DIRECT_READS, tmp_path)

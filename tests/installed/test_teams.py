@@ -17,6 +17,7 @@ SIM = ("flux-tiny", "--device", "sim", "--ram", "8G")
 pytestmark = pytest.mark.long
 
 
+@pytest.mark.sweep("more")
 def test_diff_shows_what_moved(graphrun: Cli) -> None:
     assert graphrun("plan", *SIM, "--vram", "4M", "-o", "a.json")[0] == 0
     assert graphrun("plan", *SIM, "--vram", "64M", "-o", "b.json")[0] == 0

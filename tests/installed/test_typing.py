@@ -54,6 +54,7 @@ follow_imports = skip
 """
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_script_is_typed_and_a_wrong_one_refused(tmp_path: Path) -> None:
     (tmp_path / "mypy.ini").write_text(CONFIG)

@@ -132,6 +132,7 @@ def shell(installed: Path, tmp_path: Path) -> Shell:
     return run
 
 
+@pytest.mark.sweep("more")
 def test_the_wheel_has_the_package_and_the_graphs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -165,6 +166,7 @@ def test_an_sdist_builds_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path)
     assert sdist_wheel.read_bytes() == wheel.read_bytes()
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_graph_is_planned_by_name_in_an_empty_folder_without_importing_torch(
     shell: Shell, installed: Path

@@ -131,6 +131,7 @@ def with_weights(component: Component, graph: Graph, precision: str) -> nn.Modul
     return module
 
 
+@pytest.mark.sweep("more", sample=1)
 def test_outputs_are_those_of_diffusers_loading_the_same_folder(flux: Graph, folder: Path) -> None:
     reference = loaded(folder, device_map={"": "cpu"})
     for child in reference.modules():  # as graphrun's own layers: no repacking for this CPU
@@ -145,6 +146,7 @@ def test_outputs_are_those_of_diffusers_loading_the_same_folder(flux: Graph, fol
     assert torch.equal(output, expected)
 
 
+@pytest.mark.sweep("more", sample=2)
 def test_nothing_is_quantized_and_the_plan_reads_the_bytes_of_the_files(
     flux: Graph, folder: Path
 ) -> None:
@@ -204,6 +206,7 @@ def test_the_weights_are_dequantized_for_another_precision(flux: Graph, folder: 
     assert quantized_count > 10
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -157,6 +157,7 @@ def at(component: Component, folder: Path) -> Component:
     return replace(component, source=str(folder))
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_counts_are_the_checkpoints(name: str) -> None:
     graph = load(GRAPHS / f"{name}.yaml")
@@ -261,6 +262,7 @@ def test_tied_and_large_tensors_get_random_values() -> None:
     assert values["1.bias"].eq(0).all()
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("name", ["flux-tiny", "sdxl-tiny"])
 def test_tiny_pipelines_make_images_that_depend_on_the_prompt(name: str) -> None:
     graph = load(GRAPHS / f"{name}.yaml")
@@ -324,6 +326,7 @@ PIXART = {**PIXART, "caption_channels": 8, "cross_attention_dim": 16}
 UMT5 = {"d_model": 16, "d_ff": 16, "num_heads": 2, "d_kv": 8, "num_layers": 1, "vocab_size": 32}
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     ("class_path", "config", "name", "in_bfloat16"),

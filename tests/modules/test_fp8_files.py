@@ -110,6 +110,7 @@ def test_layers_are_diffusers_layerwise_casting(flux: Graph, cast: Path, module:
     assert torch.equal(graphrun_layer(x), layer(x))
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("kind", ["cast", "scaled"])
 def test_planned_bytes_are_those_of_the_file(
     flux: Graph, kind: str, request: pytest.FixtureRequest

@@ -172,6 +172,7 @@ def test_dequantization_memory_is_counted_from_its_allocations(kind: str) -> Non
     assert output_bytes > peak - 1024
 
 
+@pytest.mark.sweep("more")
 def test_streamed_resident_and_released_with_the_same_picture(graph: Graph) -> None:
     pictures, digests = set(), set()
     for vram in ("64M", "5M", "4M"):
@@ -190,6 +191,7 @@ def test_streamed_resident_and_released_with_the_same_picture(graph: Graph) -> N
     assert digests == {True, False}
 
 
+@pytest.mark.sweep("more")
 def test_gguf_may_be_one_of_several_precisions(flux: Graph, file: Path, tmp_path: Path) -> None:
     plain = flux.component("transformer")
     build(plain, flux).save_pretrained(tmp_path)  # type: ignore[operator]

@@ -338,6 +338,7 @@ def test_a_run_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     assert pictures[0] == pictures[1] == pictures[2]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_published_gguf_file_is_planned_before_it_is_here_and_again_by_its_header(
     hub: Hub, graphrun: Cli, tmp_path: Path
@@ -390,6 +391,7 @@ def test_a_published_gguf_file_is_planned_before_it_is_here_and_again_by_its_hea
     assert len({Image.open(tmp_path / name).tobytes() for name in names}) == 1
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_what_fits_of_a_repository_needs_its_configurations_only(
     hub: Hub, graphrun: Cli, tmp_path: Path

@@ -101,6 +101,7 @@ def test_diffusers_reads_the_same_file(
         ), name
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_every_tensor_of_a_component_is_found(
     graph_file: Path, modules: dict[str, nn.Module], name: str
@@ -133,6 +134,7 @@ def test_tensors_are_read_as_ranges_and_only_transposed_ones_are_computed(graph_
     assert list(tensors) == ["text_projection.weight"]
 
 
+@pytest.mark.sweep("more")
 def test_a_run_from_one_file_equals_the_run_of_its_modules(sdxl: Graph, graph_file: Path) -> None:
     graph = graphrun.load(graph_file)
     problem = graphrun.estimate(graph, vram="16M", ram="1G", hardware="sim", inputs={"steps": 1})

@@ -175,6 +175,7 @@ def test_an_invalid_source_is_refused_with_its_line(
     assert str(error_info.value).startswith(f"{path}:5: ")
 
 
+@pytest.mark.sweep("more")
 def test_plan_and_trace_name_the_commit_and_the_trace_the_files(flux: Graph, hub: Path) -> None:
     arguments: dict[str, Any] = {
         "vram": "16M",
@@ -206,6 +207,7 @@ def test_plan_and_trace_name_the_commit_and_the_trace_the_files(flux: Graph, hub
     assert graphrun.estimate(flux, **arguments).commits == ()
 
 
+@pytest.mark.sweep("more")
 def test_a_plan_is_refused_at_another_commit(flux: Graph, hub: Path) -> None:
     arguments: dict[str, Any] = {
         "vram": "16M",
@@ -245,6 +247,7 @@ def variants(flux: Graph, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "4MB"}])
 def test_a_variant_is_read_only_where_it_is_named(
     flux: Graph, variants: Callable[..., Path], shards: dict[str, str]

@@ -63,6 +63,7 @@ def at(component: Component, folder: Path) -> Component:
     return replace(component, source=str(folder))
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("name", ["transformer", "text_encoder", "text_encoder_2", "vae"])
 def test_headers_describe_the_files_tensors(checkpoint: Path, name: str) -> None:
     file_tensors = {tensor.name: tensor for tensor in stored_tensors(checkpoint / name, "")}
@@ -266,6 +267,7 @@ def bare(graph: Graph, folder: str) -> str:
     return f"{head}\nsource: {folder}\ncomponents:\n{components}\nparts:\n{parts}\n{tail}"
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("place", ["folder", "hub"])
 def test_estimate_needs_no_config_where_the_source_is_local(
     flux: Graph, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

@@ -218,6 +218,7 @@ def test_an_interrupt_is_no_panic(
         build_part(part, flux)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_commands_refuse_such_a_file(tmp_path: Path, command: str, dry: Any) -> None:

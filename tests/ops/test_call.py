@@ -40,11 +40,13 @@ def run(graph: Any, **inputs: Any) -> dict[str, Any]:
     return stages_of(graph, modules, graph.resolve({"steps": 2, "image": PICTURE, **inputs})).run()
 
 
+@pytest.mark.sweep("more")
 def test_the_picture_depends_on_the_seed(edit_graph: Callable[..., Any]) -> None:
     first, second, third = (run(edit_graph(), seed=seed)["image"].tobytes() for seed in (1, 1, 2))
     assert first == second != third
 
 
+@pytest.mark.sweep("more")
 def test_latents_are_returned_where_a_stage_reads_them(edit_graph: Callable[..., Any]) -> None:
     outputs = run(
         edit_graph(("outputs: {image: $make.image}", "outputs: {latents: $make.latents}"))
@@ -52,6 +54,7 @@ def test_latents_are_returned_where_a_stage_reads_them(edit_graph: Callable[...,
     assert tuple(outputs["latents"].shape) == (1, 4, 8, 8)
 
 
+@pytest.mark.sweep("more")
 def test_a_stage_says_whether_its_vae_decodes_in_tiles(
     edit_graph: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +79,7 @@ def test_a_stage_says_whether_its_vae_decodes_in_tiles(
         probe(graph, graph.resolve({}))
 
 
+@pytest.mark.sweep("more")
 def test_several_prompts_and_images_make_several_pictures(edit_graph: Callable[..., Any]) -> None:
     graph = edit_graph(
         ("prompt: {type: str, default: a lighthouse at dusk}", "prompt: {type: str, many: true}"),
@@ -90,6 +94,7 @@ def test_several_prompts_and_images_make_several_pictures(edit_graph: Callable[.
     assert first[1].tobytes() != third[1].tobytes()
 
 
+@pytest.mark.sweep("more")
 def test_latents_pass_from_one_call_to_the_next(edit_graph: Callable[..., Any]) -> None:
     second_stage = """  again:
     op: call
@@ -107,6 +112,7 @@ outputs: {image: $again.image}"""
     }
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -173,6 +179,7 @@ def test_the_frame_rate_comes_from_the_graph_its_stage_or_its_pipeline(
     assert (frames_per_second(graph, {}), frames_per_second(graph, {"speed": 30})) == (12.0, 30.0)
 
 
+@pytest.mark.sweep("more")
 def test_a_mask_of_another_size_than_its_image_is_refused(edit_graph: Callable[..., Any]) -> None:
     graph = edit_graph(
         ("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline"),

@@ -44,6 +44,7 @@ outputs: {{image: $depth.image}}
     return load(tmp_path / "depth.yaml")
 
 
+@pytest.mark.sweep("more")
 def test_it_makes_the_picture_of_transformers_own_pipeline_in_the_smallest_budget(
     tmp_path: Path,
 ) -> None:

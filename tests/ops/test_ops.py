@@ -32,6 +32,7 @@ def run(graph: Any, after_stage: Any = None, **inputs: Any) -> dict[str, Any]:
     ).run()
 
 
+@pytest.mark.sweep("more")
 def test_a_vae_in_fp32_decodes_latents_of_a_half_precision_unet(
     edit_graph: Callable[..., Any],
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_chain_of_stages_longer_than_the_stack_is_ordered() -> None:
     assert in_order(graph, list(producers), [f"s{count - 1}"]) == list(producers)
 
 
+@pytest.mark.sweep("more")
 def test_a_value_is_dropped_after_its_last_consumer(edit_graph: Callable[..., Any]) -> None:
     second_stage = """  again:
     op: denoise
@@ -121,6 +123,7 @@ def test_a_guider_passes_no_state_to_the_next_stage(edit_graph: Callable[..., An
     assert guider_copy.config == guider.config
 
 
+@pytest.mark.sweep("more")
 def test_the_picture_depends_on_the_seed(edit_graph: Callable[..., Any]) -> None:
     graph = edit_graph("flux-tiny")
     first, second, third = (run(graph, seed=seed)["image"].tobytes() for seed in (1, 1, 2))
@@ -162,6 +165,7 @@ def embeds(name: str, **inputs: Any) -> dict[str, torch.Tensor]:
     return result
 
 
+@pytest.mark.sweep("more")
 def test_a_negative_prompt_that_needs_a_second_call_is_encoded_for_true_guidance_only() -> None:
     plain = embeds("hunyuan-video-tiny", negative_prompt="dark")
     guided = embeds("hunyuan-video-tiny", negative_prompt="dark", true_cfg_scale=2.0)
@@ -171,6 +175,7 @@ def test_a_negative_prompt_that_needs_a_second_call_is_encoded_for_true_guidance
     assert not torch.equal(guided["pooled_prompt_embeds"], guided["negative_pooled_prompt_embeds"])
 
 
+@pytest.mark.sweep("more")
 def test_sdxl_takes_zeros_without_a_negative_prompt_as_diffusers_does() -> None:
     absent, empty = embeds("sdxl-tiny"), embeds("sdxl-tiny", negative_prompt="")
     for name in ("negative_prompt_embeds", "negative_pooled_prompt_embeds"):

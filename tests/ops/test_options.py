@@ -38,6 +38,7 @@ def settings(vae: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(vae).items() if key.startswith(("use_", "tile_"))}
 
 
+@pytest.mark.sweep("more")
 def test_split_calls_the_denoiser_once_per_sample_and_changes_last_bits_only(sdxl: Any) -> None:
     graph, modules, inputs, plain = sdxl
     batches: list[int] = []
@@ -57,6 +58,7 @@ def test_slicing_changes_nothing(sdxl: Any) -> None:
     assert np.array_equal(pixels(graph, modules, inputs, decode="slicing"), plain)
 
 
+@pytest.mark.sweep("more")
 def test_tiling_and_slicing_combine(sdxl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, modules, inputs, _ = sdxl
     monkeypatch.setattr(run_options, "TILE_PIXELS", 64)

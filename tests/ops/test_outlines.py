@@ -63,6 +63,7 @@ def test_a_plan_holds_embeddings_no_longer_than_the_loop() -> None:
     assert problem.phases[embeds.last_phase].stage == "denoise"
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("precomputed", [False, True])
 def test_no_embedding_is_in_memory_while_the_decoder_computes(precomputed: bool) -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")

@@ -216,6 +216,7 @@ def test_a_run_interrupted_in_a_step_resumes_with_that_step_and_has_the_same_bit
     assert stages.steps.state("denoise") is None, "no state is kept after the loop's end"
 
 
+@pytest.mark.sweep("more")
 def test_a_state_that_the_interrupted_step_changed_is_dropped(loops: Loops) -> None:
     stages = loops.stages("flux-tiny", "")
 
@@ -231,6 +232,7 @@ def test_a_state_that_the_interrupted_step_changed_is_dropped(loops: Loops) -> N
     assert torch.equal(stages.run()["latents"], loops("flux-tiny", "", MemoryJournal()))
 
 
+@pytest.mark.sweep("more")
 def test_the_loops_of_all_reference_graphs_but_four_can_be_resumed() -> None:
     graphs = {path.stem: graphrun.load(path) for path in GRAPHS.glob("*-tiny.yaml")}
     cannot = {

@@ -212,6 +212,7 @@ def place_of(model: Caching | Native, key: int) -> tuple[int, ...]:
     return begin % (2 * pool.space_bytes), nbytes
 
 
+@pytest.mark.sweep("more", sample=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_sequences_with_trims_equal_the_linked_blocks_to_the_byte(kind: str) -> None:
     for seed in range(SEQUENCES // len(KINDS)):
@@ -261,6 +262,7 @@ def test_the_model_reserves_what_a_card_reserved_at_every_allocation(
     )
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize(
     ("name", "in_layers"), [("8G", {"transformer"}), ("24G", set()), ("smallest", {"vae"})]
 )
@@ -283,6 +285,7 @@ def test_plans_reserve_what_a_card_reserved_in_every_slot(name: str, in_layers: 
     assert [slot.peak_bytes for slot in slots] == recorded
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize(
     ("name", "key"),
     [

@@ -37,6 +37,7 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return graph, probe(graph, graph.for_planning({})).profiles
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2", "transformer", "vae"])
 def test_block_bytes_equal_the_executor_s_layout(

@@ -96,6 +96,7 @@ def test_without_a_folder_nothing_is_stored(dry_run_heights: list[str], tmp_path
     assert dry_run_heights == ["128", "128"]
 
 
+@pytest.mark.sweep("more")
 def test_a_plan_is_solved_once(
     dry_run_heights: list[str], solved_digests: list[str], tmp_path: Path
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_graph_that_depends_on_unversioned_code_is_not_stored() -> None:
     )
 
 
+@pytest.mark.sweep("more", sample=1)
 @pytest.mark.parametrize(
     "data",
     [None, {}, [], {"components": 3}, {"calls": [], "items": [[1]], "values": {}, "profiles": {}}],
@@ -230,6 +232,7 @@ def test_a_stored_plan_that_breaks_a_rule_is_ignored(
     assert len(solved_digests) == 2
 
 
+@pytest.mark.sweep("more")
 def test_a_plan_split_into_layers_is_stored_with_the_split_components(
     dry_run_heights: list[str], solved_digests: list[str], tmp_path: Path
 ) -> None:
@@ -303,6 +306,7 @@ def test_only_the_source_of_graphrun_is_hashed(monkeypatch: pytest.MonkeyPatch) 
     assert {path for path in read_paths if package not in path.parents} == set()
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize(("frozen", "fails"), [(False, True), (True, False)])
 def test_the_garbage_collector_state_is_restored(
     monkeypatch: pytest.MonkeyPatch, dry: Any, fails: bool, frozen: bool

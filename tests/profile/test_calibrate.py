@@ -142,6 +142,7 @@ def test_context_bytes_are_what_the_card_itself_lost(
     assert measuring.context_bytes_taken(initial_bytes, final_bytes, uuid, 300_000_000) == context
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize(
     ("assumed", "context"), [(300_000_000, 790_000_000), (900_000_000, 900_000_000)]
 )

@@ -173,6 +173,7 @@ def test_new_memory_is_written_in_at_most_half_of_what_is_available(
     assert (seconds > 0) == bool(chunks)
 
 
+@pytest.mark.sweep("more")
 def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: Hardware
 ) -> None:

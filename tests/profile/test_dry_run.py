@@ -77,6 +77,7 @@ def test_no_square_tensor_where_attention_is_fused(flux: list[tuple[str, Call]])
             assert max(event.nbytes for event in call.events) < 24 * 4608 * 4608
 
 
+@pytest.mark.sweep("more")
 def test_consecutive_encoders_are_separate_phases(make_problem: Any) -> None:
     flux = make_problem("flux-dev", 8 * 2**30, hardware="rtx4090")
     assert [phase.name for phase in flux.phases] == [

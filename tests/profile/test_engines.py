@@ -110,6 +110,7 @@ def wish(placements: dict[str, WeightPlacement], **changes: Any) -> Wish:
     return replace(request, **changes)
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("name", LINES)
 def test_every_setting_that_is_compared_is_in_the_engines_grammar(name: str) -> None:
     engine = ENGINES[name]
@@ -171,6 +172,7 @@ def test_the_lines_say_what_the_setting_is() -> None:
     assert values.vram_headroom == values.reserve_vram
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_numbers_of_the_comparison_are_those_of_the_simulator() -> None:
     comparison = comparison_at("12M")
@@ -258,6 +260,7 @@ def test_a_streamed_component_waits_for_what_compute_cannot_hide() -> None:
     assert resident_seconds < seconds(middle, (4,)) < seconds(middle) < 2 * resident_seconds
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_more_memory_is_never_slower_and_what_does_not_fit_says_so() -> None:
     comparisons = {vram: comparison_at(vram) for vram in ("3M", "8M", "12M", "64M")}
@@ -317,6 +320,7 @@ def test_an_unknown_engine_is_refused() -> None:
     assert [engine.name for engine in engines_called(["all", "sglang"])] == list(ENGINES)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_every_exported_line_is_in_the_engines_grammar_and_stderr_says_what_is_lost(
     graphrun: Cli, tmp_path: Path
@@ -360,6 +364,7 @@ def test_every_exported_line_is_in_the_engines_grammar_and_stderr_says_what_is_l
     assert (code, "graphrun compare shows all" in errors) == (2, True)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_the_command_compares_and_refuses_a_cpu(graphrun: Cli) -> None:
     budgets = ("--vram", "12M", "--ram", "8G", "--device", "sim", "--set", "steps=2")

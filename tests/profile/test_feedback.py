@@ -124,6 +124,7 @@ def test_the_largest_activation_is_used_and_noise_changes_nothing(
     )
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize(
     ("vram", "seconds"), [(6 * MIB, {}), (64 * MIB, {"transformer": 2.0})], ids=["waited", "stayed"]
 )
@@ -140,6 +141,7 @@ def test_calls_give_seconds_if_their_component_was_resident(
     assert phases[slots[number].phase].seconds == seconds
 
 
+@pytest.mark.sweep("more")
 def test_block_times_of_compiled_and_of_plain_blocks_are_kept_apart(
     edit_graph: Any, tmp_path: Path
 ) -> None:
@@ -226,6 +228,7 @@ def other_t5(graph: Any) -> Any:
     return replace(graph, name="another", components={**graph.components, "text_encoder_2": wider})
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize(
     ("change", "inputs", "shared"),
     [
@@ -253,6 +256,7 @@ def test_another_graph_with_the_same_component_and_shapes_uses_the_measurements(
         ), phase.name
 
 
+@pytest.mark.sweep("more")
 def test_the_estimate_shows_what_was_measured_beside_what_was_traced(ran: Any) -> None:
     folder, graph, extra_bytes = ran
     with_runs = graphrun.survey(graph, hardware="sim", cache=folder)

@@ -302,6 +302,7 @@ def test_layerwise_casting_skips_what_diffusers_skips() -> None:
         )
 
 
+@pytest.mark.sweep("more")
 def test_attention_by_another_kernel_takes_its_share_of_the_time() -> None:
     graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
     estimates = {

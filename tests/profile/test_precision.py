@@ -111,6 +111,7 @@ def bytes_by_precision(module: Any, groups: Any, dtype: str) -> dict[str, tuple[
     return block_bytes_by_precision(groups, layouts, tensor_bytes(module, dtype))
 
 
+@pytest.mark.sweep("more")
 def test_block_bytes_in_the_declared_precision_are_those_of_the_dry_run(dry: Any) -> None:
     for name in ("flux-dev", "sdxl-tiny"):
         graph, dry_run, _ = dry(name)

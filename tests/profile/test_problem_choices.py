@@ -81,6 +81,7 @@ def test_computing_on_the_cpu_is_offered_where_it_is_allowed_and_copies_nothing(
     assert not any(cpu.load_seconds)
 
 
+@pytest.mark.sweep("more")
 def test_a_stage_option_is_offered_where_it_changes_the_numbers_and_is_allowed(
     edit_graph: Callable[..., Any],
 ) -> None:

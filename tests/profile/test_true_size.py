@@ -83,6 +83,7 @@ def calls(dry: Any, name: str, component: str) -> list[Call]:
     return [call for _, call in dry(name)[1].recording.entries() if call.component == component]
 
 
+@pytest.mark.sweep("more")
 def test_flops_of_a_step_match_the_formula(dry: Any, name: str) -> None:
     expected, each_step = STEPS[name]
     traced_calls = calls(dry, name, "transformer")

@@ -94,6 +94,7 @@ def real() -> Trace:
     return graphrun.run(solution, graph, inputs)
 
 
+@pytest.mark.sweep("more")
 def test_a_real_run_gives_tracks_on_which_nothing_overlaps(real: Trace) -> None:
     events = json.loads(json.dumps(perfetto(real)))["traceEvents"]
     for track in ("slots", "compute", "copies"):

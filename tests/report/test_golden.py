@@ -69,6 +69,7 @@ def solution_8g(make_problem: Any) -> Any:
     return solve(make_problem("flux-dev", 8 * GIB, hardware="rtx4090"))
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("gib", [12, 24])
 def test_plan_screen(make_problem: Any, compare: Any, gib: int) -> None:
     solution = solve(make_problem("flux-dev", gib * GIB, hardware="rtx4090"))
@@ -82,6 +83,7 @@ THEN = (
 )
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("width", [80, 120])
 def test_plan_screen_at_two_widths_in_a_pipe_and_on_a_terminal(
     solution_8g: Any, compare: Any, width: int
@@ -109,6 +111,7 @@ def test_explain_screen_at_8_gib(solution_8g: Any, compare: Any) -> None:
 REST = "--ram 16G --hardware rtx4090"
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_infeasible_screen(make_problem: Any, compare: Any) -> None:
     with pytest.raises(Infeasible) as error:
@@ -224,12 +227,14 @@ def test_the_cast_in_the_readme_shows_the_screens_as_they_are() -> None:
 ONE_POOL = ("m4max-64", "gb10", "strixhalo-128")
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("name", ONE_POOL)
 def test_plan_screen_of_one_pool_of_memory(make_problem: Any, compare: Any, name: str) -> None:
     solution = solve(make_problem("flux-dev", 20 * GIB, 20 * GIB, hardware=name))
     compare(f"flux-dev-{name}-20g", plan_screen(solution))
 
 
+@pytest.mark.sweep("more", sample=1)
 @pytest.mark.parametrize("name", ONE_POOL)
 def test_refusal_of_one_pool_of_memory(make_problem: Any, compare: Any, name: str) -> None:
     with pytest.raises(Infeasible) as error_info:
@@ -240,6 +245,7 @@ def test_refusal_of_one_pool_of_memory(make_problem: Any, compare: Any, name: st
     compare(f"flux-dev-{name}-3g-infeasible", infeasible_screen(error_info.value, look))
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize(("name", "gib"), [("arc-b580", 10), ("rx7900xtx", 20)])
 def test_plan_screen_of_other_vendors_cards(
     make_problem: Any, compare: Any, name: str, gib: int

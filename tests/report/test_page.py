@@ -70,6 +70,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return run, plan_page
 
 
+@pytest.mark.sweep("more")
 def test_the_page_shows_the_picture_and_what_it_was_made_of(pages: tuple[Path, Path]) -> None:
     page = pages[0].read_text()
     (picture,) = re.findall(r'<img alt="output" src="data:image/jpeg;base64,([^"]+)">', page)
@@ -188,6 +189,7 @@ def test_the_page_needs_no_network(pages: tuple[Path, Path]) -> None:
         assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 @pytest.mark.parametrize(
     ("width", "dark"), [(1100, False), (1100, True), (390, False), (390, True)]

@@ -40,6 +40,7 @@ def test_there_are_about_eight_previews() -> None:
     ] == [1, 7, 9, 8]
 
 
+@pytest.mark.sweep("more")
 def test_a_run_leaves_its_last_preview(graphrun: Callable[..., tuple[int, str, str]]) -> None:
     options = ("--device", "sim", "--vram", "6M", "--set", "steps=2", "--no-cache")
     assert graphrun("run", TINY, *options, "--preview", "p.png", "-o", "a.png")[0] == 0

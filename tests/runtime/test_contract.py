@@ -208,6 +208,7 @@ def contract(
     assert ordering is None or not ordering.reports
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("ring_buffer", [1, 2, 3])
 @pytest.mark.parametrize("slow", ["kernels", "copies"])
 def test_streamed_is_resident(contract: Contract, slow: str, ring_buffer: int) -> None:
@@ -248,6 +249,7 @@ def test_blocks_that_a_call_skips(contract: Contract, slow: str) -> None:
     )
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("slow", ["kernels", "copies"])
 @pytest.mark.parametrize("backing_store", ["pinned", "pageable", "disk", "file"])
 def test_homes_that_are_read_in_the_run(

@@ -141,6 +141,7 @@ def test_blocks_are_read_directly_and_cast_with_the_bits_of_the_plain_module(run
         runs.succeeds()
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("number", range(0, 120, 7))
 def test_an_error_of_any_request_ends_the_run_and_the_next_one_works(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, number: int
@@ -155,6 +156,7 @@ def test_an_error_of_any_request_ends_the_run_and_the_next_one_works(
     runs.succeeds()
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("number", range(0, 50, 5))
 def test_an_interrupt_in_a_wait_ends_queued_reads(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, number: int

@@ -115,6 +115,7 @@ def test_a_run_is_in_order(
     runs.host.close()
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_every_wait_that_is_left_out_is_reported(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
@@ -266,6 +267,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 }
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_is_reported_in_every_run(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]

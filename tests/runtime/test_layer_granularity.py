@@ -63,6 +63,7 @@ def test_the_output_is_the_plain_pipelines_in_the_planned_bytes_and_time(name: s
     assert trace.left_bytes == whole.device.allocated_bytes == 0
 
 
+@pytest.mark.sweep("more")
 def test_a_second_run_and_one_at_block_granularity_after_it_are_the_same() -> None:
     whole = TinyPipeline("flux-tiny", {"steps": 1})
     solution = solve(

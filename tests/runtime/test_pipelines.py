@@ -216,6 +216,7 @@ def sweep_allocations_in(faulty: Faulty, module: nn.Module, step: int = 1) -> No
     faulty.succeeds()
 
 
+@pytest.mark.sweep("more")
 def test_allocations_of_a_block_may_fail(faulty: Faulty) -> None:
     sweep_allocations_in(faulty, faulty.whole.modules["transformer"].transformer_blocks[1], step=7)
 
@@ -231,6 +232,7 @@ def test_every_allocation_of_the_decoder_alone_may_fail() -> None:
     sweep_allocations_in(decoder_run, decoder_run.whole.modules["vae"].decoder)
 
 
+@pytest.mark.sweep("more")
 def test_eight_other_allocations_may_fail(faulty: Faulty) -> None:
     faulty.sweep_allocations(random.Random(0).sample(range(1, faulty.allocations + 1), 8))
     faulty.succeeds()

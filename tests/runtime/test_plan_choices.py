@@ -110,6 +110,7 @@ def choosing(problem: Problem, backing_store: str) -> Problem:
     )
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("backing_store", ["pinned", "pageable", "disk"])
 def test_weights_in_shards_are_read_as_planned_into_every_backing_store(
     flux: Case, image: Any, stored_graph: Graph, backing_store: str
@@ -265,6 +266,7 @@ def twice_graph(tmp_path: Path) -> Graph:
     return load(tmp_path / "graph.yaml")
 
 
+@pytest.mark.sweep("more")
 def test_a_value_is_spilled_over_a_stage_that_does_not_read_it(
     twice_graph: Graph, image: Any
 ) -> None:
@@ -348,6 +350,7 @@ def lora(flux: Case, tmp_path: Path) -> Graph:
     return replace(flux.graph, components={**flux.graph.components, "transformer": styled})
 
 
+@pytest.mark.sweep("more")
 def test_disk_backing_stores_are_split_into_layers_when_the_remaining_stages_fit_only_so(
     flux: Case, image: Any, stored_graph: Graph, lora: Graph
 ) -> None:

@@ -126,6 +126,7 @@ def test_it_continues_after_the_last_finished_step(call: int) -> None:
     assert whole.device.allocated_bytes == 0
 
 
+@pytest.mark.sweep("more")
 def test_a_loop_that_cannot_resume_restarts_and_the_note_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_short_prompt_takes_no_more_than_was_planned_for_the_longest() -> None
     )
 
 
+@pytest.mark.sweep("more")
 def test_several_pictures_of_one_prompt_are_the_plain_pipelines() -> None:
     whole = TinyPipeline("hidream-tiny", {"steps": 1, "batch": 2, "prompt": "a"})
     problem = whole.smallest()

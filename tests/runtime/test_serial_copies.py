@@ -48,6 +48,7 @@ def flux_problem(*, serial_copies: bool) -> Problem:
     return graphrun.estimate(graphrun.load("flux-tiny"), vram="3M", ram="8G", hardware=hardware)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_plan_has_the_seconds_of_its_run_and_a_bound_below_them() -> None:
     solution = solve(flux_problem(serial_copies=True))

@@ -72,6 +72,7 @@ def follow_streamed(
     return problem, plan, trace
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("wide", range(5))
 @pytest.mark.parametrize("thin", [0, 1, 3, 5, 6])
 @pytest.mark.parametrize("depth", [1, 2])
@@ -104,6 +105,7 @@ RINGS = [
 ]
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("ring_buffer_bytes", RINGS)
 @pytest.mark.parametrize("flops", [1e9, 2e10, 1e13], ids=["compute-bound", "even", "copy-bound"])
 @pytest.mark.parametrize("start_seconds", [0.0, 50e-6])

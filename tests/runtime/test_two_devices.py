@@ -456,6 +456,7 @@ def test_a_secondary_reserves_the_pages_that_were_planned(flux: tuple[Graph, Pro
     assert any(slot.secondary_pages[0] for slot in solution.simulation.slots)
 
 
+@pytest.mark.sweep("more")
 def test_a_plan_for_two_devices_runs_from_the_graph_alone_without_races(
     flux: tuple[Graph, Problem],
 ) -> None:

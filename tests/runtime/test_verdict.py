@@ -116,6 +116,7 @@ def test_runs_of_a_session_warn(graph: Any, low_estimates: None, cached_dry_runs
             assert [overrun.slot for overrun in trace.overruns] == [SLOT]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_batch_warns(graph: Any, low_estimates: None, cached_dry_runs: Path) -> None:
     arguments = {"common": SMALL, "cache": cached_dry_runs, "reuse": "none", **BUDGET}
@@ -124,6 +125,7 @@ def test_a_batch_warns(graph: Any, low_estimates: None, cached_dry_runs: Path) -
     assert [overrun.slot for overrun in batch.overruns] == [SLOT, SLOT]
 
 
+@pytest.mark.sweep("more")
 def test_a_run_planned_again_within_its_budget_is_compared_with_its_plans(
     graph: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +175,7 @@ def test_the_command_says_it_on_the_screen_and_in_json(
     assert [row["slot"] for row in figures["overruns"]] == [SLOT]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_the_command_for_a_list_says_it(graphrun: Cli, low_estimates: None, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from whole_pipelines import TinyPipeline, pixels, planned
 
 SMALL = {"prompt": "a lighthouse", "steps": 2, "height": 32, "width": 32}
@@ -23,6 +24,7 @@ def test_a_run_without_t5_draws_what_diffusers_draws() -> None:
     assert problem.budget_bytes <= whole.smallest().budget_bytes
 
 
+@pytest.mark.sweep("more")
 def test_a_plan_file_runs_without_the_option(
     graphrun: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:

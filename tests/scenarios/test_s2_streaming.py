@@ -76,6 +76,7 @@ def test_s2_2_a_module_that_accelerate_moves_is_refused_before_the_run(
         graphrun.run(solution, graph, modules={"transformer": offloaded_module})
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("room", [0.0, 0.5])
 def test_s2_3_streamed_output_is_the_plain_pipelines_and_s2_4_the_peak_is_the_plans(
     whole: TinyPipeline, room: float

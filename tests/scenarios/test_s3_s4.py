@@ -31,6 +31,7 @@ RUNS = 100
 WARM = 20  # runs after which Python's own caches (classes, code, free lists) are full
 
 
+@pytest.mark.sweep("more")
 def test_s3_3_a_hundred_runs_have_equal_actions_peaks_and_seconds_and_no_drift() -> None:
     """Python's heap is counted in objects and in blocks: tracemalloc sees what was allocated since
     it began alone, so that whatever replaces something older looks as if it had been added (12 KB a

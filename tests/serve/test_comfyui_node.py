@@ -49,6 +49,7 @@ def plain(server: Any, path: str = "/v1/images/generations", **fields: Any) -> l
     return [np.asarray(Image.open(io.BytesIO(data)), dtype=np.float32) / 255 for data in contents]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_pictures_progress_and_previews(server: Any, comfy_ui: comfy_standin.ComfyUI) -> None:
     values = {"width": 32, "height": 48, "steps": 24, "pictures": 2, "inputs": "guidance_scale=2"}
@@ -126,6 +127,7 @@ def test_what_does_not_fit_comes_with_what_helps(
     assert ". What helps on the server: " in message
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_cancelling_cancels_the_job(server: Any, comfy_ui: comfy_standin.ComfyUI) -> None:
     comfy_ui.interrupt_after = 2
@@ -137,6 +139,7 @@ def test_cancelling_cancels_the_job(server: Any, comfy_ui: comfy_standin.ComfyUI
     assert images.shape == (1, 32, 32, 3)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_picture_is_sent_as_it_is(
     serving: Any, tmp_path: Path, comfy_ui: comfy_standin.ComfyUI

@@ -75,6 +75,7 @@ async def health(port: int) -> int:
     return status
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(("status", "text"), EARLY.values(), ids=EARLY)
 def test_after_an_answer_before_the_body_the_connection_is_closed(
     port_of: Any, tmp_path: Path, status: int, text: bytes
@@ -195,6 +196,7 @@ SILENT = {
 }
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("text", SILENT.values(), ids=SILENT)
 def test_connections_that_wait_for_their_clients_lock_nobody_out(
     port_of: Any, tmp_path: Path, text: bytes

@@ -77,6 +77,7 @@ def test_a_rate_is_a_minutes_worth_at_once_and_then_as_time_passes() -> None:
         rates.take("free", 0, 4)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_keys_are_read_again_on_sighup(serving: Any, tmp_path: Path) -> None:
     def status(key: str) -> int:

@@ -107,6 +107,7 @@ GALLERY = (
 )
 
 
+@pytest.mark.sweep("more")
 def test_a_prompt_becomes_pictures_beside_their_figures(server: Any, evaluate: Evaluate) -> None:
     until = opened(server, evaluate)
     evaluate(
@@ -136,6 +137,7 @@ def test_a_prompt_becomes_pictures_beside_their_figures(server: Any, evaluate: E
     assert len(evaluate(GALLERY)) == 2, "what was made stays"
 
 
+@pytest.mark.sweep("more")
 def test_the_form_has_what_the_model_takes(
     serving: Any, evaluate: Evaluate, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def job_of(server: Any, **body: Any) -> dict[str, Any]:
     return dict(answer.json())
 
 
+@pytest.mark.sweep("more")
 def test_pictures_of_what_was_asked(client: openai.OpenAI) -> None:
     response = client.images.generate(
         model="flux-tiny", prompt="a", size="32x48", n=2, extra_body={"seed": 7, "steps": 2}
@@ -60,6 +61,7 @@ def test_pictures_of_what_was_asked(client: openai.OpenAI) -> None:
     )
 
 
+@pytest.mark.sweep("more")
 def test_a_stream_has_previews_and_then_the_pictures_of_a_plain_answer(
     client: openai.OpenAI,
 ) -> None:
@@ -183,6 +185,7 @@ def test_models_have_limits_and_predicted_seconds(client: openai.OpenAI) -> None
     assert model.limits["steps"] == 200
 
 
+@pytest.mark.sweep("more")
 def test_a_job_tells_its_steps_and_previews_and_ends_with_the_picture(server: Any) -> None:
     job = job_of(server, steps=6, seed=3)
     with server.client.stream("GET", f"/v1/jobs/{job['id']}/events") as stream:
@@ -205,6 +208,7 @@ def test_a_job_tells_its_steps_and_previews_and_ends_with_the_picture(server: An
     assert server.client.get("/v1/jobs/another").status_code == 404
 
 
+@pytest.mark.sweep("more")
 def test_a_cancelled_job_stops_at_a_step_and_the_next_one_runs(
     server: Any, client: openai.OpenAI
 ) -> None:

@@ -27,6 +27,7 @@ def picture_of(server: Any, id: str) -> str:
     return data
 
 
+@pytest.mark.sweep("more")
 def test_jobs_go_on_after_the_server_was_killed_and_after_it_stopped(
     serving: Any, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def idle_after(server: Any) -> Iterator[None]:
     server.until(lambda: not any(server.metric(name) for name in names))
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.usefixtures("idle_after")
 def test_an_idempotency_key_makes_one_job(server: Any) -> None:
     first = submitted(server, key="one", steps=2)
@@ -112,6 +114,7 @@ def test_jobs_are_listed_page_by_page(server: Any) -> None:
         assert server.client.get("/v1/jobs", params=query).status_code in (404, 422), query
 
 
+@pytest.mark.sweep("more")
 def test_a_warm_server_is_ready_when_it_has_made_a_picture(serving: Any, tmp_path: Path) -> None:
     with serving(tmp_path, "--warm") as server:
         server.until(lambda: server.client.get("/readyz").status_code == 200)
@@ -119,6 +122,7 @@ def test_a_warm_server_is_ready_when_it_has_made_a_picture(serving: Any, tmp_pat
         assert server.client.get("/v1/jobs").json()["data"] == [], "it is nobody's job"
 
 
+@pytest.mark.sweep("more")
 def test_the_log_tells_of_answers_plans_and_deaths(serving: Any, tmp_path: Path) -> None:
     with serving(tmp_path, "--log", "json") as server:
         id = submitted(server, steps=40).json()["id"]

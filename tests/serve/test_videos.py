@@ -32,6 +32,7 @@ def client(videos: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{videos.url}/v1", api_key=key, max_retries=0, timeout=300)
 
 
+@pytest.mark.sweep("more")
 def test_a_video_is_made_listed_downloaded_and_deleted(client: openai.OpenAI) -> None:
     extra = {"steps": 2, "seed": 3}
     video = client.videos.create_and_poll(
@@ -61,6 +62,7 @@ def test_a_video_is_made_listed_downloaded_and_deleted(client: openai.OpenAI) ->
         client.videos.retrieve(video.id)
 
 
+@pytest.mark.sweep("more")
 def test_what_is_no_video_is_refused_with_where_to_send_it(
     videos: Any, client: openai.OpenAI
 ) -> None:

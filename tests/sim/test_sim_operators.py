@@ -233,6 +233,7 @@ def test_pinned_memory_is_not_on_the_device():
         torch.empty(2, device="sim", pin_memory=True)
 
 
+@pytest.mark.sweep("more")
 def test_nothing_of_torch_is_left_changed(sim):
     program = """
 import torch
@@ -256,6 +257,7 @@ assert torch.ones(2).is_pinned() is False
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
+@pytest.mark.sweep("more")
 def test_registration_is_idempotent_and_says_why_it_cannot_be():
     register()
     assert available()

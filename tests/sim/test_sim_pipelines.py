@@ -212,6 +212,7 @@ def place(module: nn.Module) -> None:
         group[name] = parts[id(group[name])]
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("flat", [False, True], ids=["moved", "flat"])

@@ -26,6 +26,7 @@ def rows_of(solution: Solution, component: str) -> tuple[Alternative, ...]:
     return alternatives(solution, component)[1]
 
 
+@pytest.mark.sweep("more")
 def test_each_alternative_costs_what_its_own_plan_costs() -> None:
     solution = solve(flux(8 * GIB, steps=4))
     plan_row, *other_rows = rows_of(solution, "transformer")
@@ -50,6 +51,7 @@ def test_each_alternative_costs_what_its_own_plan_costs() -> None:
     assert not row_by_placement["whole"].fits
 
 
+@pytest.mark.sweep("more")
 def test_an_infeasible_alternative_names_the_phase_and_the_smallest_budget() -> None:
     problem = flux(8 * GIB, steps=4)
     whole = next(a for a in rows_of(solve(problem), "transformer") if a.placement == "whole")
@@ -63,6 +65,7 @@ def test_an_infeasible_alternative_names_the_phase_and_the_smallest_budget() -> 
     assert max(map(len, screen.splitlines())) <= 80
 
 
+@pytest.mark.sweep("more")
 def test_a_refused_directive_is_reported_with_the_reason() -> None:
     solution = solve(flux(8 * GIB, steps=4))
     component_rows = rows_of(solution, "vae")
@@ -139,6 +142,7 @@ def test_every_other_variant_is_an_alternative_and_missing_permissions_are_named
     ]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("slow", ["streamed", "pageable"])
 def test_a_faster_alternative_is_the_plan(slow: str) -> None:
     """The search is within tolerances: of flux-tiny in 4 MiB, five alternatives were 0.1 to 0.2 ms

@@ -13,6 +13,7 @@ from graphrun.solve.solve import solve
 from graphrun.units import MIB
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_remembered_answers_are_those_of_another_run(
     make_problem: Any, monkeypatch: pytest.MonkeyPatch

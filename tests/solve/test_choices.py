@@ -53,6 +53,7 @@ def seconds(problem: Problem) -> float:
     return float("inf") if answer is None else answer.rows.seconds()
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 @QUICK
 @given(SEEDS)
@@ -101,6 +102,7 @@ def test_fewer_variants_never_save_time(seed: int, number: int) -> None:
     assert seconds(problem) <= seconds(smaller) + 1e-6
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 @QUICK
 @given(SEEDS)
@@ -179,6 +181,7 @@ def columns(problem: Problem) -> list[int]:
     ]
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_no_more_is_solved_than_the_bounds() -> None:
     chain_stages, many_stages = (
@@ -192,6 +195,7 @@ def test_no_more_is_solved_than_the_bounds() -> None:
     assert sum(column_counts) <= MOST_STAGE_COLUMNS + max(column_counts)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_combinations_of_options_are_not_all_made() -> None:
     stages = tuple(f"s{number}" for number in range(11))
@@ -272,6 +276,7 @@ def test_a_session_with_enough_memory_copies_nothing_in_further_runs() -> None:
     )
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.long
 @pytest.mark.parametrize("gib", [6, 12, 16, 24])
 def test_no_baseline_is_faster(gib: int) -> None:
@@ -302,6 +307,7 @@ def test_with_free_copies_and_unlimited_memory_the_objective_is_the_compute_time
     )
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_further_runs_of_flux_in_24_gib_are_bound_by_compute(make_problem: Any) -> None:
     problem = replace(make_problem("flux-dev", 24 * 2**30, hardware="rtx4090"), runs=10)

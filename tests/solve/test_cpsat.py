@@ -77,6 +77,7 @@ def test_real_graphs_at_several_budgets(name: str, tmp_path: Path) -> None:
         agrees(problem, answers[gib])
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_real_graphs_with_backing_stores_and_precisions(tmp_path: Path) -> None:
     problems = {
@@ -112,6 +113,7 @@ def test_a_real_graph_over_two_cards(case: tuple[int, int, int], tmp_path: Path)
     agrees(problem, least({"it": problem}, tmp_path)["it"])
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_a_session_of_a_real_graph(tmp_path: Path) -> None:
     problems = {str(gib): replace(real("sdxl", gib), runs=4) for gib in (12, 24)}
@@ -132,6 +134,7 @@ def test_random_problems_in_which_a_component_may_be_split(seeds: range, tmp_pat
         agrees(problems[name], answers[name])
 
 
+@pytest.mark.sweep("more")
 def test_random_problems_with_every_kind_of_choice(tmp_path: Path) -> None:
     problems = {str(seed): random_problem(seed) for seed in range(2000, 2060)}
     answers = least(problems, tmp_path)

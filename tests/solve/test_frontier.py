@@ -145,6 +145,7 @@ def on_card(gib: int, budget_bytes: int) -> Problem:
     return replace(problem, hardware=replace(problem.hardware, capacity_bytes=gib * GIB))
 
 
+@pytest.mark.sweep("more")
 def test_no_budget_is_solved_beyond_the_card() -> None:
     problem, solved_budgets = on_card(8, 8 * GIB), list[int]()
 

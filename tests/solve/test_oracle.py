@@ -68,6 +68,7 @@ def test_solve_reports_the_same_optimum(seeds: range) -> None:
         assert check(problem, solution.plan) == (), seed
 
 
+@pytest.mark.sweep("more")
 def test_problems_that_are_infeasible_by_brute_force_are_refused() -> None:
     for seed in range(0, 120, 5):
         problem = random_problem(seed)

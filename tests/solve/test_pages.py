@@ -115,6 +115,7 @@ def test_a_plan_that_reserves_more_than_the_budget_is_refused(
             refuse()
 
 
+@pytest.mark.sweep("more")
 def test_plans_keep_to_the_budget_in_pages_and_cost_next_to_nothing(
     flux: Problem, flux_solution: Solution, by_tensors: Solution
 ) -> None:
@@ -142,6 +143,7 @@ def test_what_pages_take_is_set_aside_and_no_more(
     assert seconds <= (1 + ROUNDING_GAP) * stricter.simulation.seconds
 
 
+@pytest.mark.sweep("more")
 def test_the_next_plan_is_sought_near_the_one_before(
     make_problem: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +167,7 @@ def test_the_next_plan_is_sought_near_the_one_before(
     assert find_near(replace(flux, budget_bytes=6 * GIB), result) is None, "slower by far, or none"
 
 
+@pytest.mark.sweep("more")
 def test_a_further_run_begins_with_what_the_first_one_left(make_problem: Any) -> None:
     problem = replace(make_problem("flux-dev", 12 * GIB, hardware="rtx4090"), runs=3)
     solution = solve(problem)
@@ -317,6 +320,7 @@ def blocks_of(problem: Problem, action: Load | Evict) -> dict[Any, int]:
     }
 
 
+@pytest.mark.sweep("more")
 def test_equal_calls_are_replayed_once_and_count_the_same(make_problem: Any) -> None:
     """Calls that leave a pool of the allocator as it was are not replayed there again; the result
     is that of replaying each."""
@@ -431,6 +435,7 @@ def test_every_suggestion_has_a_plan_in_pages(flux: Problem) -> None:
     assert all(solved(replace(flux, budget_bytes=size)) is not None for size in sizes)
 
 
+@pytest.mark.sweep("more")
 def test_what_a_stage_option_allocates_is_found_among_the_other_phases(dry: Any) -> None:
     """SDXL decodes in tiles: its phase takes the latents of the dry run without tiles, and leaves
     nothing for later phases."""

@@ -28,6 +28,7 @@ def problem_of(name: str, gib: int, ram_gib: int) -> Problem:
     return with_backing_stores(problem, ram_gib) if ram_gib else problem
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "gib", "ram_gib"), PLANS)
 def test_the_plan_is_the_one_next_to_its_problem(

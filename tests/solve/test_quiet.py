@@ -34,6 +34,7 @@ def print_as_1_16() -> None:
         setattr(highspy._Highs, name, printing(getattr(highspy._Highs, name)))
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 @pytest.mark.parametrize("prepare", [None, print_as_1_16], ids=["installed", "as 1.16"])
 def test_a_plan_in_python_prints_nothing(
@@ -51,6 +52,7 @@ def test_a_plan_in_python_prints_nothing(
     assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_the_command_prints_its_screen_and_signs_of_life_only(tmp_path: Path) -> None:
     plan = ("plan", "flux-tiny", "--device", "sim", "--vram", "6M", "--ram", "8G", "--no-cache")

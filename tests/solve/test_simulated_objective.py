@@ -69,6 +69,7 @@ def test_no_plan_simulates_faster_than_its_bound() -> None:
         assert 0 < solution.bound_seconds <= solution.simulation.total_seconds * (1 + 1e-6)
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("name", ["flux-dev", "sdxl"])
 def test_real_graphs(name: str) -> None:
     for gib in (6, 8, 12, 16, 24):

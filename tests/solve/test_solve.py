@@ -145,6 +145,7 @@ def test_plans_pass_the_checker_and_are_deterministic(seed: int, spare: int) -> 
     assert str(solve(problem_from(problem.to_json())).plan) == str(solution.plan)
 
 
+@pytest.mark.sweep("more")
 @QUICK
 @given(SEEDS, st.integers(0, 6000), st.integers(1, 4000))
 def test_more_budget_never_costs_time(seed: int, spare: int, extra_bytes: int) -> None:

@@ -132,6 +132,7 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         assert oracle.best(run.peak_bytes - 1) != best, f"{seed}: a lower peak costs nothing"
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 40, 10)], ids=str)
 def test_a_byte_below_the_smallest_budget_is_infeasible(seeds: range) -> None:
     for seed in seeds:
@@ -163,6 +164,7 @@ def directed_problem(seed: int) -> Problem | None:
         return None
 
 
+@pytest.mark.sweep("more", sample=2)
 @pytest.mark.parametrize(
     "seeds", [range(start, start + 40) for start in range(1000, 1160, 40)], ids=str
 )
@@ -176,6 +178,7 @@ def test_directives_are_obeyed_at_the_least_cost_that_brute_force_finds(seeds: r
         assert simulate(fits, plan).moved_bytes == best[1], seed
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.parametrize("seeds", [range(start, start + 15) for start in range(0, 60, 15)], ids=str)
 def test_writing_new_memory_is_weighed_against_copies(seeds: range) -> None:
     """Of all peaks within the budget, the plan has the one with the least sum of the seconds of

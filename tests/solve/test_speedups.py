@@ -40,6 +40,7 @@ def from_disk(vram_gib: int, steps: int = 28) -> Problem:
     return replace(problem, components=tuple(map(wide, problem.components)))
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_what_would_help_a_slow_plan_is_solved_for_and_can_be_typed() -> None:
     problem = from_disk(8, steps=8)
@@ -74,6 +75,7 @@ def test_what_would_help_a_slow_plan_is_solved_for_and_can_be_typed() -> None:
     assert "in fp8 97.5% and 96.0%, PSNR 50.5 dB" in " ".join(screen.split())
 
 
+@pytest.mark.sweep("more")
 @pytest.mark.long
 def test_suggestions_end_with_their_budget_of_work_unless_the_search_is_thorough(
     monkeypatch: pytest.MonkeyPatch,
