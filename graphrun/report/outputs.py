@@ -40,8 +40,8 @@ PICTURES = {
 VIDEOS = (".mp4", ".gif")
 VIDEO_THREADS = 4
 # With AVX-512, x264 handles 16 macroblocks of 16 pixels at once in mbtree. In narrower frames the
-# bytes then depended on other contents of memory: of 180 files of one video of 32 x 48 pixels 91
-# were equal, with mbtree=0 or AVX2 all.
+# bytes then depended on other contents of memory: 180 files of one video of 32 x 48 pixels came in
+# four versions, with mbtree=0 or AVX2 in one.
 MBTREE_WIDTH = 256
 SOUNDS = (".wav", ".flac")
 TENSORS = ".safetensors"
