@@ -69,8 +69,6 @@ class EngineComparison:
     """
 
     def __init__(self, graph: Graph, solution: Solution, cache: Path | None = None) -> None:
-        from graphrun.profile.engines import RESIDENT, setting_of
-
         problem = solution.problem
         if problem.hardware.unified:
             raise InputError(
@@ -84,15 +82,14 @@ class EngineComparison:
             min(problem.budget_bytes, problem.hardware.capacity_bytes) - problem.reserve_bytes
         )
         self._warm_seconds = _session(solution, store)
-        whole = setting_of(self.scene, dict.fromkeys(self.scene.weights, RESIDENT), self._budgets)
-        self._fits_whole = whole.fits
 
     @property
     def _budgets(self) -> tuple[int, int]:
         return self.budget_bytes, self.solution.problem.ram_bytes
 
-    def best(self, engine: Engine) -> EngineSetting | None:
-        """Return the fastest setting of ``engine`` that fits; None if it is not simulated."""
+    def best(self, engine: Engine) -> EngineSetting:
+        """Return the fastest setting of ``engine`` that fits; if none does, that of least
+        memory."""
         from graphrun.profile.engines import best_setting
 
         return best_setting(engine, self.scene, self._budgets)
@@ -103,13 +100,13 @@ class EngineComparison:
 
         return setting_of(self.scene, placements, self._budgets)
 
-    def row(self, engine: Engine, setting: EngineSetting | None) -> dict[str, Any]:
+    def row(self, engine: Engine, setting: EngineSetting) -> dict[str, Any]:
         """Return the JSON-ready row of ``engine`` with ``setting``.
 
         ``engine``; ``command``, what to type; ``seconds``, ``seconds_range``, ``peak_bytes`` and
         ``ram_bytes`` of a warm run, by simulation; ``ratio`` of its seconds to graphrun's;
-        ``fits``, within the budgets; ``reason``, why it does not fit or is not simulated;
-        ``lost``, what the plan has and the engine cannot be asked for. None: not simulated.
+        ``fits``, within the budgets; ``reason``, why it does not fit; ``caveat``, what the
+        simulation leaves out; ``lost``, what the plan has and the engine cannot be asked for.
         """
         from graphrun.profile.engines import Wish
 
@@ -123,13 +120,13 @@ class EngineComparison:
             setting,
             [item.name for item in components if item.variants[0].device == "cpu"],
             any(name == "tiling" for _, name in solution.plan.options),
-            self._fits_whole,
         )
         return {
             "engine": engine.name,
             "command": _command(engine.command(wish)),
             **_figures(setting, solution, self._warm_seconds),
-            "reason": engine.reason if setting is None else _misfit(setting, solution),
+            "reason": _misfit(setting, solution),
+            "caveat": engine.caveat,
             "lost": losses(engine, self.graph, solution),
         }
 
@@ -137,11 +134,14 @@ class EngineComparison:
         """Return the comparison with the engines of ``rows``, JSON-ready.
 
         ``seconds``, ``seconds_range`` and ``peak_bytes`` are of a warm run of graphrun, one of a
-        session. ``fastest``: the fastest engine that fits, if it is faster; else graphrun.
+        session. ``fastest``: the fastest engine that fits and has no caveat, if it is faster; else
+        graphrun.
         """
         problem, warm_seconds = self.solution.problem, self._warm_seconds
         overhead_bytes = self.budget_bytes - problem.effective_bytes
-        faster_rows = [row for row in rows if row["fits"] and (row["ratio"] or 1) < 1]
+        faster_rows = [
+            row for row in rows if row["fits"] and (row["ratio"] or 1) < 1 and not row["caveat"]
+        ]
         fastest = min(faster_rows, key=lambda row: row["seconds"], default={"engine": "graphrun"})
         return {
             "graph": self.graph.name,
@@ -209,11 +209,8 @@ def _range(solution: Solution, seconds: float | None) -> dict[str, Any]:
 
 
 def _figures(
-    setting: EngineSetting | None, solution: Solution, warm_seconds: float | None
+    setting: EngineSetting, solution: Solution, warm_seconds: float | None
 ) -> dict[str, Any]:
-    if setting is None:
-        names = ("seconds", "peak_bytes", "ram_bytes", "ratio", "fits")
-        return {**dict.fromkeys(names), **_range(solution, None)}
     return {
         "seconds": setting.seconds,
         **_range(solution, setting.seconds),

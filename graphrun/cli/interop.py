@@ -171,7 +171,7 @@ def _exported(
         elif maps:
             placements, best = placements_of(dry_run, maps), comparison.best(engine)
             setting = comparison.setting(placements) if placements else None
-            if best is not None and (setting is None or (best.fits and not setting.fits)):
+            if setting is None or (best.fits and not setting.fits):
                 setting, maps = best, maps_of(graph, dry_run, best.placements)
         else:
             setting = comparison.best(engine)
@@ -179,7 +179,7 @@ def _exported(
         text = accelerate_script(graph, solution, maps)
     elif maps:
         text = json.dumps(maps, indent=1) + "\n"
-    if comparison is None:
+    if comparison is None or setting is None:
         return text, None
     row = comparison.row(engine, setting)
     return text or f"{row['command']}\n", comparison.summary([row])

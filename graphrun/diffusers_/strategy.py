@@ -12,7 +12,9 @@ of uses:
               (every choice is compared; beyond `COMPARED` components: used again last). Before
               that: the fewest bytes, then least recently used
 
-Belady's rule is this choice for components of one size.
+Belady's rule is this choice for components of one size. In rounds of an order, only the first ones
+may move more bytes than the default: the order is then known in part, and a match of `MATCHED` uses
+may go on differently.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 COMPARED = 8
 """With more components on the device, not every choice is compared."""
+MATCHED = 2
+"""Fewer uses in the order of earlier ones tell nothing: one component is in many places."""
 REMEMBERED = 512  # uses, without repetitions in a row
 
 
@@ -233,7 +237,7 @@ class OffloadStrategy:
 def next_uses(uses: Sequence[str]) -> list[str]:
     """Return the uses that follow ``uses``, if they go on as after their longest match: two rounds.
 
-    The match is of the last uses, earlier in ``uses``. Without one: empty.
+    The match is of the last uses, at least `MATCHED`, earlier in ``uses``. Without one: empty.
     """
     best, begin = 0, 0
     for end in range(len(uses) - 1, 0, -1):
@@ -242,7 +246,7 @@ def next_uses(uses: Sequence[str]) -> list[str]:
             length += 1
         if length > best:
             best, begin = length, end
-    return list(uses[begin:]) * 2 if best else []
+    return list(uses[begin:]) * 2 if best >= MATCHED else []
 
 
 def weight_bytes(module: nn.Module) -> int:

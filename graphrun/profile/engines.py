@@ -7,9 +7,9 @@
     modes      in place of choices: diffusers' own modes (`graphrun.profile.modes`)
     command    what to type for a setting
     expresses  what of a plan it can be asked for, of `FEATURES`
+    caveat     what its estimate leaves out
 
-An engine without choices and modes is not simulated, and ``reason`` says why. Whether an engine has
-the model is not checked.
+Whether an engine has the model is not checked.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from graphrun.graph.graph import Graph
 from graphrun.model.problem import Hardware
 from graphrun.modules.source_files import split_source
 from graphrun.profile.modes import MODES, Mode, ModeName, estimate_mode
-from graphrun.profile.placements import Scene, WeightPlacement
+from graphrun.profile.placements import PARTIAL_KINDS, Scene, WeightPlacement
 from graphrun.units import GIB
 
 RESIDENT = WeightPlacement()
 SWAPPED, SWAPPED_BY_GROUP = WeightPlacement("swapped"), WeightPlacement("swapped", leaves="group")
 STREAMED, STREAMED_BESIDE = WeightPlacement("streamed", rest="stage"), WeightPlacement("streamed")
+DROPPED = WeightPlacement("swapped", copies_back=False)
+DROPPED_BY_GROUP = WeightPlacement("swapped", leaves="group", copies_back=False)
+LAZY = WeightPlacement("streamed", rest="use")
+SEGMENTED = WeightPlacement("segmented", rest="stage")
 HOOKED, HOOKED_WHOLE = WeightPlacement("hooked"), WeightPlacement("hooked", rest="call")
 
 FEATURES: Mapping[str, str] = {
@@ -48,6 +52,8 @@ FEATURES: Mapping[str, str] = {
 Budgets = tuple[int, int]
 """Bytes of VRAM and of RAM."""
 PER_CENT = 99  # sglang reads 1 as one block
+SD_CPP_MARGIN_BYTES = 512 * 2**20
+"""What stable-diffusion.cpp leaves free, and a quarter of the budget, before blocks stay."""
 
 _FILES = {  # class of transformers -> option of sd.cpp
     "CLIPTextModel": "--clip_l",
@@ -77,23 +83,21 @@ class EngineSetting:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What an engine is asked for. ``setting``: None if it is not simulated. ``kinds``: of the
-    components. ``on_cpu``: components that the plan computes there. ``fits_whole``: all weights
-    fit."""
+    """What an engine is asked for. ``kinds``: of the components. ``on_cpu``: components that the
+    plan computes there."""
 
     graph: Graph
     hardware: Hardware
     budget_bytes: int
     kinds: Mapping[str, str]
-    setting: EngineSetting | None
+    setting: EngineSetting
     on_cpu: Collection[str] = ()
     tiling: bool = False
-    fits_whole: bool = False
 
     def placement(self, kind: str) -> WeightPlacement:
         """Return the placement of the components of ``kind``."""
-        placements = self.setting.placements if self.setting is not None else {}
-        return next((p for name, p in placements.items() if self.kinds[name] == kind), RESIDENT)
+        placements = self.setting.placements.items()
+        return next((p for name, p in placements if self.kinds[name] == kind), RESIDENT)
 
     def has(self, kind: str) -> bool:
         return kind in self.kinds.values()
@@ -101,10 +105,11 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """An engine. ``source``: the file with its parser, and the commit at which it was read.
+    """An engine. ``source``: the version whose parser takes its lines, and the parser's files.
 
     ``stays``: how it is asked for blocks that stay: as the ``first`` of a component, or as a
-    ``share`` of each block group. Other fields: see the module.
+    ``share`` of each block group. ``margin_bytes``: of a budget, the bytes that it leaves free
+    where blocks stay. Other fields: see the module.
     """
 
     name: str
@@ -114,7 +119,8 @@ class Engine:
     choices: tuple[Mapping[str, tuple[WeightPlacement, ...]], ...] = ()
     modes: tuple[ModeName, ...] = ()
     stays: str = ""
-    reason: str = ""
+    margin_bytes: Callable[[int], int] = lambda _: 0
+    caveat: str = ""
 
 
 def kind_of(name: str) -> str:
@@ -128,11 +134,8 @@ def kind_of(name: str) -> str:
     return "dit" if name.startswith(("transformer", "unet", "prior", "decoder")) else "other"
 
 
-def best_setting(engine: Engine, scene: Scene, budgets: Budgets) -> EngineSetting | None:
-    """Return the fastest setting of ``engine`` that fits; if none does, the one of least memory.
-
-    None: the engine is not simulated.
-    """
+def best_setting(engine: Engine, scene: Scene, budgets: Budgets) -> EngineSetting:
+    """Return the fastest setting of ``engine`` that fits; if none does, the one of least memory."""
     settings = [*_mode_settings(engine, scene, budgets)]
     for choices in engine.choices:
         kinds = list(dict.fromkeys(scene.kinds.values()))
@@ -143,7 +146,7 @@ def best_setting(engine: Engine, scene: Scene, budgets: Budgets) -> EngineSettin
     fitting_settings = [setting for setting in settings if setting.fits]
     if fitting_settings:
         return min(fitting_settings, key=lambda setting: (setting.seconds, setting.peak_bytes))
-    return min(settings, key=lambda setting: setting.peak_bytes, default=None)
+    return min(settings, key=lambda setting: setting.peak_bytes)
 
 
 def _mode_settings(engine: Engine, scene: Scene, budgets: Budgets) -> Iterator[EngineSetting]:
@@ -163,7 +166,7 @@ def _with_kept_blocks(
     partial = [
         name
         for name, placement in placements.items()
-        if scene.kinds[name] == "dit" and placement.kind in ("streamed", "hooked")
+        if scene.kinds[name] == "dit" and placement.kind in PARTIAL_KINDS
     ]
     if not engine.stays or not partial:
         return setting_of(scene, placements, budgets)
@@ -171,6 +174,7 @@ def _with_kept_blocks(
         len(group.blocks) for group in scene.dry_run.profiles[partial[0]].groups if group.streamable
     ]
     low, high = 0, sum(groups) if engine.stays == "first" else PER_CENT
+    block_budgets = budgets[0] - engine.margin_bytes(budgets[0]), budgets[1]
     best = setting_of(scene, placements, budgets)
     while best.fits and low < high:  # more blocks take more memory
         middle = (low + high + 1) // 2
@@ -178,7 +182,7 @@ def _with_kept_blocks(
             name: replace(placements[name], blocks=_kept_counts(engine, groups, middle))
             for name in partial
         }
-        setting = setting_of(scene, {**placements, **partial_placements}, budgets)
+        setting = setting_of(scene, {**placements, **partial_placements}, block_budgets)
         setting = replace(setting, share=middle / 100 if engine.stays == "share" else 0.0)
         low, high = (middle, high) if setting.fits else (low, middle - 1)
         best = setting if setting.fits else best
@@ -226,7 +230,7 @@ def _sglang(wish: Wish) -> list[str]:
     words = ["sglang", "serve", *_model(wish.graph, "--model-path"), "--performance-mode", "manual"]
     words += ["--dit-layerwise-offload", _truth(dit.kind == "streamed")]
     words += ["--dit-cpu-offload", _truth(dit.kind == "swapped")]
-    if wish.setting is not None and any(dit.blocks):
+    if any(dit.blocks):
         words += ["--dit-layerwise-resident-layers", f"{wish.setting.share:.2f}"]
     words += ["--text-encoder-cpu-offload", _truth(texts.kind == "swapped")]
     if texts.kind == "streamed":
@@ -243,7 +247,7 @@ def _truth(value: bool) -> str:
 
 def _vllm_omni(wish: Wish) -> list[str]:
     words = ["vllm", "serve", *_model(wish.graph, ""), "--omni"]
-    places = {kind: wish.placement(kind) for kind in ("dit", "text_encoder", "vae")}
+    places = {kind: wish.placement(kind) for kind in ("dit", "text_encoder")}
     chosen_kinds = [kind for kind, placement in places.items() if placement != RESIDENT]
     if chosen_kinds:
         is_layer = any(placement.kind == "streamed" for placement in places.values())
@@ -270,10 +274,17 @@ def _sd_cpp(wish: Wish) -> list[str]:
     overhead_bytes = wish.hardware.context_bytes + wish.hardware.workspace_bytes
     managed_gib = max(0.01, (wish.budget_bytes - overhead_bytes) / GIB)  # 0 means no limit
     words += ["--max-vram", f"{math.floor(100 * managed_gib) / 100:.2f}", "--diffusion-fa"]
-    words += [] if wish.fits_whole else ["--offload-to-cpu"]
-    kinds = {wish.kinds[name] for name in wish.on_cpu}
-    words += ["--clip-on-cpu"] if "text_encoder" in kinds else []
-    words += ["--vae-on-cpu"] if "vae" in kinds else []
+    placements = wish.setting.placements
+    if any(placement != RESIDENT for placement in placements.values()):
+        words += ["--params-backend", "*=cpu"]
+    words += ["--stream-layers"] if wish.placement("dit").kind == "segmented" else []
+    cpu_kinds = {wish.kinds[name] for name in wish.on_cpu}
+    backends = [
+        f"{module}=cpu"
+        for kind, module in (("text_encoder", "te"), ("vae", "vae"), ("dit", "diffusion"))
+        if kind in cpu_kinds
+    ]
+    words += ["--backend", ",".join(backends)] if backends else []
     words += ["--vae-tiling"] if wish.tiling else []
     return [*words, "--prompt", "PROMPT"]
 
@@ -290,7 +301,6 @@ def _comfyui(wish: Wish) -> list[str]:
 
 
 def _diffusers(wish: Wish) -> list[str]:
-    mode = wish.setting.mode if wish.setting is not None else None
     calls = {
         "resident": 'pipe.to("cuda")',
         "model": "pipe.enable_model_cpu_offload()",
@@ -300,13 +310,13 @@ def _diffusers(wish: Wish) -> list[str]:
         "leaf": 'pipe.enable_group_offload(torch.device("cuda"), offload_type="leaf_level", '
         "use_stream=True)",
     }
-    return [calls[mode or "resident"]]
+    return [calls[wish.setting.mode or "resident"]]
 
 
 def _accelerate(wish: Wish) -> list[str]:
     places = {
         name: placement
-        for name, placement in (wish.setting.placements if wish.setting is not None else {}).items()
+        for name, placement in wish.setting.placements.items()
         if placement != RESIDENT
     }
     parts = [
@@ -345,8 +355,7 @@ ENGINES: Mapping[str, Engine] = {
         ),
         Engine(
             "sglang",
-            "sgl-project/sglang python/sglang/multimodal_gen/runtime/server_args/server_args.py at "
-            "0048238e4f46e6778698d48280bc8248e8a92203, read on 2026-11-27",
+            "sglang 0.5.23, multimodal_gen/runtime/server_args/server_args.py",
             _sglang,
             frozenset({"blocks"}),
             choices=(
@@ -361,32 +370,50 @@ ENGINES: Mapping[str, Engine] = {
         ),
         Engine(
             "vllm-omni",
-            "vllm-project/vllm-omni vllm_omni/entrypoints/cli/serve.py at "
-            "0027c20aacc383514294532c999ffb1cad9cff7d and vllm_omni/diffusion/offloader/config.py "
-            "at 0fa17481c18f67002f54dde52da46662b9c5ab9f, read on 2026-11-27",
+            "vllm-omni 0.30.0, entrypoints/cli/serve.py and diffusion/offloader/config.py",
             _vllm_omni,
             frozenset({"blocks", "tiling"}),
             choices=(
-                dict.fromkeys(("dit", "text_encoder", "vae"), (RESIDENT, SWAPPED_BY_GROUP)),
+                dict.fromkeys(("dit", "text_encoder"), (RESIDENT, SWAPPED_BY_GROUP)),
                 dict.fromkeys(("dit", "text_encoder"), (RESIDENT, STREAMED_BESIDE)),
             ),
             stays="first",
         ),
         Engine(
             "sd.cpp",
-            "leejet/stable-diffusion.cpp examples/common/common.cpp at "
-            "97d2990807fe6d558e395f8764198d7c7e7b411c (2026-08-19), read on 2026-11-27",
+            "stable-diffusion.cpp 97d2990807fe6d558e395f8764198d7c7e7b411c (2026-08-19), "
+            "examples/common/common.cpp",
             _sd_cpp,
             frozenset({"budget", "cpu", "tiling"}),
-            reason="its kernels are not PyTorch's",
+            choices=(
+                {},
+                {
+                    "dit": (DROPPED, SEGMENTED),
+                    "text_encoder": (DROPPED, SEGMENTED),
+                    "image_encoder": (DROPPED,),
+                    "vae": (DROPPED,),
+                },
+            ),
+            stays="first",
+            margin_bytes=lambda budget_bytes: SD_CPP_MARGIN_BYTES + budget_bytes // 4,
+            caveat="ggml's own kernels",
         ),
         Engine(
             "comfyui",
-            "Comfy-Org/ComfyUI comfy/cli_args.py at 03294572a5566e41f7db38e15426bd3c04acce45, read "
-            "on 2026-11-27",
+            "ComfyUI 0.33.0, comfy/cli_args.py",
             _comfyui,
             frozenset({"budget"}),
-            reason="it decides by the free memory that it finds",
+            choices=(
+                {},
+                {
+                    "dit": (LAZY,),
+                    "text_encoder": (LAZY,),
+                    "image_encoder": (LAZY,),
+                    "vae": (DROPPED_BY_GROUP,),
+                },
+            ),
+            stays="first",
+            caveat="what it keeps for the next run",
         ),
     )
 }

@@ -4,15 +4,17 @@
     swapped    copied to the device as a whole when it is called, and back when it leaves
     streamed   the first blocks stay on the device; each of the others is copied in every call,
                from when the block before it starts to compute, to a buffer of the two largest
-    hooked     the same blocks stay, and nothing overlaps: the tensors of the others are copied when
-               their layer computes (accelerate's hooks)
+    segmented  the same blocks stay, and nothing overlaps: each of the others is copied before it
+               computes
+    hooked     the same, and the tensors of a block are copied when their layer computes
+               (accelerate's hooks)
 
     leaves     a swapped component leaves after its ``stage`` (calls of components of its kind),
                when one of the other ``group`` (denoisers, or all others) is called, or at the
                ``end`` of the call. Of several denoisers, one is on the device
     rest       of a streamed component, the blocks that stay and the weights outside of blocks are
-               on the device ``always``, or during its ``stage``; or weights outside of blocks are
-               copied in each ``call``, and no block stays
+               on the device ``always``, or during its ``stage``, or from their first ``use`` in it;
+               or weights outside of blocks are copied in each ``call``, and no block stays
 
 Swapped weights are in pageable memory, streamed blocks in page-locked memory, as with diffusers'
 modes (`graphrun.profile.modes`). Seconds of compute are those of PyTorch's kernels, for every
@@ -33,16 +35,19 @@ from graphrun.profile.modes import TENSOR_SECONDS, Estimate, owner
 from graphrun.profile.problems import phase_spans
 from graphrun.profile.recording import Call, DryRun
 
+PARTIAL_KINDS = ("streamed", "segmented", "hooked")
+"""Placements in which blocks may stay while others are copied."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightPlacement:
     """How an engine holds a component. ``blocks``: of each block group, how many stay, from the
     first one on; empty: none. ``copies_back``: a component that leaves is copied, not dropped."""
 
-    kind: Literal["resident", "swapped", "streamed", "hooked"] = "resident"
+    kind: Literal["resident", "swapped", "streamed", "segmented", "hooked"] = "resident"
     blocks: tuple[int, ...] = ()
     leaves: Literal["stage", "group", "end"] = "stage"
-    rest: Literal["always", "stage", "call"] = "always"
+    rest: Literal["always", "stage", "use", "call"] = "always"
     copies_back: bool = True
 
 
@@ -126,7 +131,7 @@ class _PlacementWalk:
         self.always_bytes = sum(map(self._always_bytes, placements))
         # by the id of a call, since a loop repeats calls
         self._seconds, self._reads = dict[int, float](), dict[int, tuple[list[float], int]]()
-        self._wait_seconds = dict[tuple[int, bool], float]()
+        self._wait_seconds = dict[tuple[int, bool, bool], float]()
 
     def pass_through(self) -> None:
         seconds: dict[str, float] = defaultdict(float)
@@ -191,37 +196,41 @@ class _PlacementWalk:
         if placement.kind == "swapped" and is_first:
             self.present[name] = self.scene.weights[name]
             seconds += self._copy_in(self.scene.weights[name], pageable)
-        elif placement.kind in ("streamed", "hooked"):
+        elif placement.kind in PARTIAL_KINDS:
             sizes, tensors = self._read(call)
             if placement.rest == "call":
                 seconds += self._copy_in(parts.rest_bytes, pageable)
-            elif placement.rest == "stage" and is_first:
-                seconds += self._copy_in(parts.kept_bytes, pinned)
+            elif placement.rest in ("stage", "use") and is_first:
+                if placement.rest == "stage":
+                    rate = pinned if placement.kind == "streamed" else pageable
+                    seconds += self._copy_in(parts.kept_bytes, rate)
                 seconds += self._copy_in(parts.rest_bytes, pageable)
                 self.present[name] = parts.kept_bytes + parts.rest_bytes
-            if placement.kind == "hooked":
+            if placement.kind != "streamed":
                 buffer_bytes = parts.largest_bytes
-                seconds += self._copy_in(sum(sizes), pageable) + TENSOR_SECONDS * tensors
+                seconds += self._copy_in(sum(sizes), pageable)
+                seconds += TENSOR_SECONDS * tensors if placement.kind == "hooked" else 0.0
             else:
                 buffer_bytes = 2 * parts.largest_bytes if sizes else 0.0
                 buffer_bytes += parts.rest_bytes if placement.rest == "call" else 0.0
-                self._copy_in(sum(sizes), pinned)
+                is_first_use = placement.rest == "use" and is_first
+                self._copy_in(sum(sizes) + (parts.kept_bytes if is_first_use else 0.0), pinned)
                 is_prefetched = placement.rest != "call" and not is_first
-                seconds += self._waits(call, is_prefetched)
+                seconds += self._waits(call, is_prefetched, is_first_use)
                 self.present.setdefault(name, 0.0)
         self.estimate.on_device.append(
             self.always_bytes + sum(self.present.values()) + buffer_bytes
         )
         return seconds
 
-    def _waits(self, call: Call, is_prefetched: bool) -> float:
+    def _waits(self, call: Call, is_prefetched: bool, is_first_use: bool) -> float:
         """Return the seconds in which ``call`` waits for blocks.
 
         The copy of a block starts when the block before it starts to compute, after the copy
         before. ``is_prefetched``: that of the first block started in the last block of the call
-        before.
+        before. ``is_first_use``: blocks that stay are copied too.
         """
-        key = (id(call), is_prefetched)
+        key = (id(call), is_prefetched, is_first_use)
         if key not in self._wait_seconds:
             parts = self.parts[call.component]
             segments = [
@@ -233,7 +242,7 @@ class _PlacementWalk:
             order = list(dict.fromkeys(path for path, _ in segments if path))
             copies = {
                 path: 0.0
-                if path in parts.staying
+                if path in parts.staying and not is_first_use
                 else parts.blocks[path] / self.hardware.h2d_bytes_per_second
                 + self.hardware.copy_start_seconds
                 for path in order

@@ -16,8 +16,8 @@ SIMULATED = "by simulation of its placement of weights, with PyTorch's kernels"
 def compare_screen(summary: Mapping[str, Any], width: int = 80) -> str:
     """Return graphrun and the engines of ``summary`` in a table, and what to type for each."""
     look, rows = Look(width), summary["engines"]
-    peaks = [summary["peak_bytes"], *(row["peak_bytes"] or 0 for row in rows)]
-    seconds = [summary["seconds"] or 0.0, *(row["seconds"] or 0.0 for row in rows)]
+    peaks = [summary["peak_bytes"], *(row["peak_bytes"] for row in rows)]
+    seconds = [summary["seconds"] or 0.0, *(row["seconds"] for row in rows)]
     units = Units(max(peaks), max(seconds))
     lines = [
         ["engine", units.time, "range", "ratio", f"peak {units.size}", ""],
@@ -31,19 +31,8 @@ def compare_screen(summary: Mapping[str, Any], width: int = 80) -> str:
         ],
     ]
     for row in rows:
-        is_simulated = row["seconds"] is not None
-        figures = (
-            units.row(row["seconds"], _range(row, units), _ratio(row), row["peak_bytes"])
-            if is_simulated
-            else []
-        )
-        lines.append(
-            [
-                row["engine"],
-                *(figures if is_simulated else ("-", "-", "-", "-")),
-                "" if row["fits"] else "does not fit" if is_simulated else "not simulated",
-            ]
-        )
+        figures = units.row(row["seconds"], _range(row, units), _ratio(row), row["peak_bytes"])
+        lines.append([row["engine"], *figures, _remark(row)])
     parts = [
         look.folded(_verdict(summary)),
         "",
@@ -65,22 +54,26 @@ def export_lines(summary: Mapping[str, Any]) -> list[str]:
     lost."""
     (row,) = summary["engines"]
     name, budget = row["engine"], show_size(summary["budget_bytes"])
-    if row["seconds"] is None:
-        lines = [f"{name} within {budget}: not simulated: {row['reason']}"]
-    else:
-        figures = f"a warm run takes {roughly(row['seconds'])}"
-        if row["ratio"] is not None:
-            figures = (
-                f"within {row['ratio']:.2f}x of the plan: {figures}, the plan's "
-                f"{roughly(summary['seconds'])}"
-            )
-        figures += f", and {show_size(row['peak_bytes'])} of {budget}"
-        lines = [f"{name}: {figures}, {SIMULATED}"]
-        if not row["fits"]:
-            lines.append(f"{name} does not fit: {row['reason']}")
-        elif summary["fastest"] == name:
-            lines.append(f"use {name}: it is faster than the plan")
+    figures = f"a warm run takes {roughly(row['seconds'])}"
+    if row["ratio"] is not None:
+        figures = (
+            f"within {row['ratio']:.2f}x of the plan: {figures}, the plan's "
+            f"{roughly(summary['seconds'])}"
+        )
+    figures += f", and {show_size(row['peak_bytes'])} of {budget}"
+    lines = [f"{name}: {figures}, {SIMULATED}"]
+    lines += [f"not counted for {name}: {row['caveat']}"] if row["caveat"] else []
+    if not row["fits"]:
+        lines.append(f"{name} does not fit: {row['reason']}")
+    elif summary["fastest"] == name:
+        lines.append(f"use {name}: it is faster than the plan")
     return lines + [f"lost in {name}: {sentence}" for sentence in row["lost"]]
+
+
+def _remark(row: Mapping[str, Any]) -> str:
+    """Return whether the engine of ``row`` does not fit, and what its figures leave out."""
+    caveat = f"not counted: {row['caveat']}" if row["caveat"] else ""
+    return "; ".join(filter(None, ("" if row["fits"] else "does not fit", caveat)))
 
 
 def _range(row: Mapping[str, Any], units: Units) -> str:
@@ -111,6 +104,6 @@ def _verdict(summary: Mapping[str, Any]) -> str:
     ratios = {name: row["ratio"] for name, row in rows.items() if row["fits"] and row["ratio"]}
     verdict = f"use graphrun: {seconds} a warm run of {summary['graph']} within {budget}"
     if not ratios:
-        return f"{verdict}; no other engine that is simulated fits"
+        return f"{verdict}; no other engine fits"
     second = min(ratios, key=lambda name: ratios[name])
     return f"{verdict}; {second} takes {ratios[second]:.2f} times as long"

@@ -101,7 +101,8 @@ def fewest(sizes: dict[str, int], names: Sequence[str], budget: int, rounds: int
 
 def test_the_next_uses_follow_the_longest_match() -> None:
     assert next_uses([]) == next_uses(["a", "b"]) == []
-    assert next_uses(["a", "b", "c", "a"]) == ["b", "c", "a"] * 2
+    assert next_uses(["a", "b", "c", "a"]) == [], "one use does not tell the order"
+    assert next_uses(["a", "b", "c", "a", "b"]) == ["c", "a", "b"] * 2
     # after b and c comes d, although a followed the last c
     assert next_uses(["b", "c", "d", "x", "c", "a", "b", "c"])[:2] == ["d", "x"]
 
@@ -118,6 +119,13 @@ def test_once_the_order_was_seen_the_fewest_bytes_move(seed: int) -> None:
     round_kib = manager.uses(order * 6) / 6
     assert round_kib <= fewest(sizes, order, budget, 12) + max(sizes.values()) / 3
     assert sum(sizes[name] for name in manager.present) <= budget
+
+
+def test_an_order_that_only_begins_as_before_does_not_evict_more() -> None:
+    sizes = {"a": 1, "b": 8, "c": 5, "d": 3}
+    manager = Manager(sizes, graphrun.strategy(11 * KIB, reserve=0))
+    # the first b is followed by c, the second by a
+    assert manager.uses("abcdbad" * 2) <= 47 + 42, "the smallest sufficient combination moves"
 
 
 def test_before_an_order_is_known_the_fewest_bytes_leave_and_then_the_least_recently_used() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from comfy_standin import MIB
 from PIL import Image
 
 import graphrun
+from graphrun import device_kinds
 from graphrun.comfyui import engine
 from graphrun.comfyui.engine import (
     DoesNotFit,
@@ -38,6 +42,17 @@ def draw(node: LocalNode, graph: str, **values: Any) -> tuple[Any, str]:
     with torch.inference_mode():
         image, text = node.draw(graph, **{**VALUES, **values})
     return image, text
+
+
+@contextmanager
+def free_memory_of_sim() -> Iterator[None]:
+    """Let the simulated device have free memory, as a card does: ComfyUI's figure."""
+    kind = device_kinds.kind_called("sim")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(device_kinds._BUILT_IN, "sim", replace(kind, free_memory="driver"))
+        device_kinds.kind_called.cache_clear()
+        yield
+    device_kinds.kind_called.cache_clear()
 
 
 def pixels(picture: Any) -> Any:
@@ -187,6 +202,27 @@ def test_a_refusal_says_what_to_type(node: LocalNode, small_flux: str) -> None:
 
 
 @pytest.mark.sweep("more")
+@pytest.mark.long
+def test_an_empty_budget_that_is_too_small_is_refused(
+    node: LocalNode,
+    comfy_ui: comfy_standin.ComfyUI,
+    small_flux: str,
+) -> None:
+    with pytest.raises(InputError, match="sim has no memory of its own; type a size, such as 8G"):
+        draw(node, small_flux, budget="")
+    comfy_ui.card_bytes = 160 * 2**10
+    with free_memory_of_sim(), pytest.raises(DoesNotFit) as refusal:
+        draw(node, small_flux, budget="")
+    message = str(refusal.value)
+    assert message.startswith("flux-tiny on sim: nothing fits: ")
+    assert "152" in message, "95 % of what ComfyUI can free"
+    assert comfy_ui.patchers == []
+    comfy_ui.card_bytes = 64 * MIB
+    with free_memory_of_sim():
+        image, _ = draw(node, small_flux, budget="")
+    assert np.array_equal(image[0].numpy(), expected(small_flux, prompt="a boat", seed=7))
+
+
 @pytest.mark.long
 def test_cancelling_stops_the_run_and_empties_the_device(
     node: LocalNode, comfy_ui: comfy_standin.ComfyUI, small_flux: str
