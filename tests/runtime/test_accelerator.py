@@ -226,3 +226,23 @@ def test_a_pipeline_is_attached_by_the_backends_name(copies: str, backend: Any) 
             assert equal(case.call(pipe), expected)
             assert attachment.trace.peak_bytes <= vram
         assert attachment._hardware.serial_copies == (copies == "serial")
+
+
+def test_an_attached_pipeline_shares_the_one_memory_with_copies_of_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The budgets of device and host together are the memory that the machine has left."""
+    case, pool = cases()["FluxPipeline"], hardware(unified=True)
+    pipe = case.build()
+    with pytest.raises(InputError, match=r"brook gets copies .* vram='4G', in place of memory"):
+        graphrun.attach(pipe, memory="8G", hardware=pool)
+    taken_bytes, free_bytes = weight_bytes(pipe), 4 << 30
+    monkeypatch.setattr("graphrun.kernel_memory.available_bytes", lambda path: free_bytes)
+    with pytest.warns(RuntimeWarning, match="brook:0"):
+        attachment = graphrun.attach(pipe, hardware=pool)
+    with attachment:
+        limits = attachment._limits
+        assert limits.budget_bytes + limits.ram_bytes <= free_bytes + 2 * taken_bytes
+        assert limits.ram_bytes >= taken_bytes
+        expected = case.call(case.build().to("brook"))
+        assert equal(case.call(pipe), expected)
