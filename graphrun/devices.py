@@ -282,9 +282,7 @@ def devices_for(
 
     is_open = isinstance(device, Opened)
     kinds = device.name if is_open else device
-    named_cards = cards_for(
-        budget.vram, budget.memory, hardware, kinds, cache, to_run=not is_open
-    )
+    named_cards = cards_for(budget.vram, budget.memory, hardware, kinds, cache, to_run=not is_open)
     cards = with_host_copies(named_cards, budget)
     if is_open:
         if len(device.all_devices) != len(cards):
@@ -296,14 +294,20 @@ def devices_for(
     else:
         refuse_wrong_budgets(cards[0], budget)
         main_device = open_devices(cards)
-    if main_device.serial_copies:
-        cards = [replace(cards[0], serial_copies=True), *cards[1:]]
+    cards = [as_opened(cards[0], main_device), *cards[1:]]
     if isinstance(main_device, CpuDevice):
         cards = [replace(cards[0], context_bytes=main_device.measured_context())]
     limits = limits_for(budget, cards, modules, main_device.all_devices)
     if budget.ram == "auto" and _shares_memory(named_cards[0]):
         limits = _of_one_pool(limits, modules)
     return OpenedDevices(main_device, cards, limits)
+
+
+def as_opened(hardware: Hardware, device: Device) -> Hardware:
+    """Return ``hardware`` with what opening ``device`` shows: whether copies overlap compute."""
+    if not device.serial_copies or hardware.serial_copies:
+        return hardware
+    return replace(hardware, serial_copies=True)
 
 
 def limits_for(
@@ -355,7 +359,7 @@ def refuse_wrong_budgets(hardware: Hardware, budget: Any) -> None:
         if budget.memory is None:
             return
         is_example = budget.memory == "auto" or hardware.kind.free_memory == "none"
-        vram = "8G" if is_example else budget.memory
+        vram = "8G" if is_example else _no_more_than(budget.memory, hardware.capacity_bytes)
         raise InputError(
             f"memory {budget.memory}: {hardware.name} has memory of its own: give --vram {vram} "
             "and --ram in place of --memory, or add --device cpu to run on the CPU"
@@ -375,6 +379,14 @@ def refuse_wrong_budgets(hardware: Hardware, budget: Any) -> None:
 
 
 _RAM = ("ram", "auto")
+
+
+def _no_more_than(size: str | int, capacity_bytes: int) -> str | int:
+    """Return ``size``, or the capacity in GiB if that is less."""
+    from graphrun.units import GIB
+
+    nbytes = parse_size(size, whole_bytes=capacity_bytes, name="memory")
+    return size if nbytes <= capacity_bytes else f"{capacity_bytes / GIB:.4g}G"
 
 
 def memory_budget(memory: str | int | None, hardware: Hardware) -> int:

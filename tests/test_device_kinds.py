@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from graphrun.device_kinds import DeviceKind
 from graphrun.devices import hardware_for
 from graphrun.errors import InputError
 from graphrun.profile import hardware
+from graphrun.profile.calibrate import calibrate, measure_and_keep
 from graphrun.profile.hardware import data_sheet_estimates
 from graphrun.profile.processor import cpu_estimate
 
@@ -20,6 +22,16 @@ from graphrun.profile.processor import cpu_estimate
 def test_a_name_that_neither_the_table_nor_pytorch_has_is_refused() -> None:
     with pytest.raises(InputError, match="device 'tpu' is not known; use cuda, xpu, mps, cpu"):
         hardware_for(None, "tpu")
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps", "npu"])
+def test_a_kind_that_cannot_be_calibrated_is_refused(kind: str, tmp_path: Path) -> None:
+    refusal = f"device '{kind}' cannot be calibrated; use cuda, cpu, sim. Plans for others use data"
+    with pytest.raises(InputError, match=refusal):
+        calibrate(kind, tmp_path)
+    with pytest.raises(InputError, match=refusal):
+        measure_and_keep(kind, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_kind_without_a_device_is_refused_to_run_and_planned_for(

@@ -133,6 +133,7 @@ WRONG_BUDGETS = [
     ({"hardware": "m4max-64", "ram": "20G"}, "--ram: m4max-64 has one pool .* give --memory 20G"),
     ({"hardware": "rtx4090", "memory": "3G"}, "give --vram 3G and --ram .* add --device cpu"),
     ({"memory": "3G", "vram": "3G"}, "give --vram 3G and --ram"),
+    ({"hardware": "arc-b580", "memory": "20G"}, "give --vram 12G and --ram"),
 ]
 
 

@@ -22,13 +22,15 @@ from graphrun.devices import hardware_for
 from graphrun.errors import InputError, OutOfMemory
 from graphrun.model.problem import Hardware
 from graphrun.profile.hardware import simulated
+from graphrun.report.plan_files import read_solution
+from graphrun.report.screen import Units
 from graphrun.runtime.devices import accelerator
 from graphrun.runtime.devices.accelerator import AcceleratorDevice, Backend
 from graphrun.runtime.devices.open import open_hardware
 from graphrun.runtime.direct_reads import Span
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.units import MIB
+from graphrun.units import MIB, show_seconds
 from graphrun.verify.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "attach"))
@@ -246,3 +248,52 @@ def test_an_attached_pipeline_shares_the_one_memory_with_copies_of_its_blocks(
         assert limits.ram_bytes >= taken_bytes
         expected = case.call(case.build().to("brook"))
         assert equal(case.call(pipe), expected)
+
+
+SERIAL = "copies do not overlap compute on brook: planned again, "
+
+
+@pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")
+def test_a_run_is_planned_again_without_overlap_and_says_so(backend: Any, graphrun: Any) -> None:
+    """On the screen before the plan; the numbers compared afterwards are those of the new plan."""
+    backend.set_synchronous(True)
+    command = ["run", "flux-tiny", "--device", "brook", "--vram", "662M", "--random-weights"]
+    code, screen, errors = graphrun(*command, "--plan", "plan.json", "-o", "picture.png")
+    assert code in (0, 4), errors  # rates are those of another device
+    assert errors.count(SERIAL) == 1
+    assert "brook:0: copies do not overlap compute (a copy from page-locked memory" in errors
+    assert "brook:0: this backend has no memory limit" in errors
+    solution = read_solution(Path("plan.json"))[0]
+    assert solution.problem.hardware.serial_copies
+    assert show_seconds(solution.simulation.seconds) in errors
+    seconds = Units(solution.simulation.peak_bytes, solution.simulation.seconds)
+    assert seconds.row("", 0, 0, 0, 0, solution.simulation.seconds, 0)[-2] in screen
+
+
+@pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")
+def test_runs_and_sessions_in_python_are_planned_again_without_overlap(backend: Any) -> None:
+    backend.set_synchronous(True)
+    graph, lines = graphrun.load("flux-tiny"), list[str]()
+    solution = graphrun.plan(graphrun.estimate(graph, vram="4M", hardware=hardware()))
+    assert not solution.problem.hardware.serial_copies
+    trace = graphrun.run(solution, graph, random_weights=True, tell=lines.append)
+    assert [line.startswith(SERIAL) for line in lines] == [True]
+    assert trace.notes == tuple(lines)
+    assert trace.plan_digest != solution.plan.digest
+    with graphrun.Session(
+        graph, vram="4M", hardware=hardware(), random_weights=True, runs=2
+    ) as session:
+        assert session.solution.problem.hardware.serial_copies
+        assert session.plan().problem.hardware.serial_copies
+    batch = graphrun.run_many(graph, ["a cat"], vram="4M", hardware=hardware(), random_weights=True)
+    solutions = [segment.solution for plan in batch.schedules for segment in plan.segments]
+    assert all(solution.problem.hardware.serial_copies for solution in solutions)
+
+
+@pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")
+def test_a_run_whose_copies_overlap_follows_its_plan() -> None:
+    graph, lines = graphrun.load("flux-tiny"), list[str]()
+    solution = graphrun.plan(graphrun.estimate(graph, vram="4M", hardware=hardware()))
+    trace = graphrun.run(solution, graph, random_weights=True, tell=lines.append)
+    assert not lines
+    assert not trace.notes

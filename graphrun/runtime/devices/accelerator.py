@@ -108,8 +108,6 @@ class AcceleratorDevice(Device):
     files, and does all work of the copy stream.
     """
 
-    serial_copies = False  # whether copies and compute take turns
-    notices: tuple[str, ...] = ()  # what the device does not promise
     _is_asynchronous = _has_counters = _has_timing = True
     _cap_bytes: int | None = None  # checked by `allocate`; None: not checked
     _workspace_bytes = 0
