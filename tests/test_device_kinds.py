@@ -57,6 +57,24 @@ def test_a_kind_of_which_nothing_is_known_promises_little() -> None:
     assert (kind.label, kind.in_clusters, kind.overlap) == ("npu device", False, "proved")
 
 
+FAULTS = [
+    ("json:nothing", "fails: AttributeError: module 'json' has no attribute 'nothing'"),
+    ("no_such_module:f", "fails: ModuleNotFoundError: No module named 'no_such_module'"),
+    ("json:loads", "fails: TypeError: the JSON object must be"),
+    ("builtins:repr", "returned .*, and has to return"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), FAULTS)
+def test_functions_of_another_packages_kind_that_fail_are_named(
+    function: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=f"npu: the opener {function} {message}"):
+        DeviceKind("npu", opener=function).open(object())
+    with pytest.raises(InputError, match=f"npu: the detector {function} {message}"):
+        DeviceKind("npu", detector=function).detect()
+
+
 def test_the_table_is_read_without_torch() -> None:
     code = (
         "import sys, graphrun.device_kinds as kinds; kinds.names(); kinds.kind_called('npu');"

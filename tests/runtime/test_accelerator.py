@@ -163,7 +163,8 @@ def test_unified_memory_is_filled_from_files(queues: int, monkeypatch: pytest.Mo
     if queues == 1:
         monkeypatch.setattr(AcceleratorDevice, "_open_streams", lambda device: False)
     whole = TinyPipeline("flux-tiny", {"steps": 2}, hardware(), "brook")
-    limits = {"hardware": hardware(unified=True, context_bytes=MIB), "inputs": whole.inputs}
+    card = hardware(unified=True, context_bytes=MIB, serial_copies=queues == 1)
+    limits = {"hardware": card, "inputs": whole.inputs}
     roomy = graphrun.estimate(whole.graph, memory="1G", **limits)
     problem = graphrun.estimate(whole.graph, memory=smallest_budget(roomy), **limits)
     solution = solve(problem)
@@ -297,3 +298,41 @@ def test_a_run_whose_copies_overlap_follows_its_plan() -> None:
     trace = graphrun.run(solution, graph, random_weights=True, tell=lines.append)
     assert not lines
     assert not trace.notes
+
+
+def _fails(*arguments: Any) -> None:
+    raise ValueError("of the backend's own code")
+
+
+FUNCTIONS = (*accelerator._OPTIONAL, "set_per_process_memory_fraction", "current_stream")
+
+
+@pytest.mark.parametrize("replacement", [_fails, lambda *arguments: None], ids=["fails", "None"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_does_not_work_is_replaced_as_one_that_is_missing(
+    name: str, replacement: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.get_device_module("brook"), name, replacement, raising=False)
+    assert hardware_for(None, "brook", to_run=True).device == "brook"
+    device = AcceleratorDevice("brook")
+    assert device.serial_copies == (name == "current_stream")
+    with device.capped(4 * MIB):
+        device.reset_peak()
+        memory = device.allocate(MIB)
+        device.copy(memory, device.arena(MIB, pinned=True).fill_(3))
+        device.wait("compute", device.mark("copy"))
+        assert int(memory[-1].cpu()) == 3
+        device.barrier()
+        assert device.peak_bytes >= MIB
+        assert device.available_bytes > 0
+        assert device.holders()
+        device.release_cached()
+
+
+@pytest.mark.parametrize("count", [_fails, lambda: 0, lambda: None], ids=["fails", "0", "None"])
+def test_a_backend_without_devices_is_refused(count: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.get_device_module("brook"), "device_count", count)
+    with pytest.raises(InputError, match="no brook device found to run on; run on the CPU"):
+        hardware_for(None, "brook", to_run=True)
+    with pytest.raises(InputError, match=r"does not count its devices|torch sees 0 brook devices"):
+        AcceleratorDevice("brook")
