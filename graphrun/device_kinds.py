@@ -99,11 +99,8 @@ class DeviceKind:
     def open(self, *args: Any, **kwargs: Any) -> Any:
         """Return the opened `Device`. Raises InputError if another package's opener fails."""
         device = self._call("opener", *args, **kwargs)
-        if not hasattr(device, "torch_device"):
-            raise InputError(
-                f"{self.name}: the opener {self.opener} returned {device!r}, and has to return a "
-                "Device"
-            )
+        if device is None:
+            raise InputError(f"{self.name}: the opener {self.opener} returned None, and no Device")
         return device
 
     def detect(self) -> Any:

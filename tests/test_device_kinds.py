@@ -61,7 +61,7 @@ FAULTS = [
     ("json:nothing", "fails: AttributeError: module 'json' has no attribute 'nothing'"),
     ("no_such_module:f", "fails: ModuleNotFoundError: No module named 'no_such_module'"),
     ("json:loads", "fails: TypeError: the JSON object must be"),
-    ("builtins:repr", "returned .*, and has to return"),
+    ("builtins:print", "returned None, and no Device"),
 ]
 
 
@@ -71,8 +71,17 @@ def test_functions_of_another_packages_kind_that_fail_are_named(
 ) -> None:
     with pytest.raises(InputError, match=f"npu: the opener {function} {message}"):
         DeviceKind("npu", opener=function).open(object())
+    kind = DeviceKind("npu", detector=function)
+    if function == "builtins:print":
+        assert kind.detect() is None
+        return
     with pytest.raises(InputError, match=f"npu: the detector {function} {message}"):
-        DeviceKind("npu", detector=function).detect()
+        kind.detect()
+
+
+def test_a_detector_returns_hardware_of_its_kind() -> None:
+    with pytest.raises(InputError, match="npu: the detector builtins:repr returned .* 'npu'"):
+        DeviceKind("npu", detector="builtins:repr").detect()
 
 
 def test_the_table_is_read_without_torch() -> None:
