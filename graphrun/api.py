@@ -91,7 +91,8 @@ def estimate(
     ``memory``         on a CPU or a GPU that shares memory, in place of both: what the process may
                        take in total, such as ``"8G"``; ``"50%"`` is a share of the machine's
                        memory; ``"auto"`` is what the process takes and what the machine has left,
-                       less 5 %. Without ``hardware`` it means this machine's CPU
+                       less 5 %. Without ``hardware`` it means this machine's GPU if that shares
+                       its memory, else its CPU
     ``pinned``         limit of page-locked RAM
     ``disk``           limit of bytes written to disk
     ``runs``           above 1: a session of one cold first run and ``runs - 1`` warm runs
@@ -232,7 +233,8 @@ def survey(
 
     These are weights by precision, activations, values, FLOPs and seconds.
 
-    ``memory``     on a CPU: the memory in which it has to fit; None: all of this machine's
+    ``memory``     on a CPU or a GPU that shares memory: the memory in which it has to fit; None:
+                   all of this machine's
     ``ram``        host memory for the weights that diffusers offloads; weights beyond it are read
                    from disk whenever they are copied; ``"auto"``: what this machine has left;
                    None: all weights
@@ -351,11 +353,12 @@ def run(
     ``journal``         gets the states of denoising loops after their steps, and may resume them
                         (`graphrun.ops.steps.Journal`)
 
-    If the device has less memory than planned, or a stage takes more, the remaining stages are
-    planned again and the run continues. Raises PlanError before anything is loaded if the plan is
-    not for this graph or breaks a rule; OutOfMemory if no plan fits the memory left (outputs of
-    finished stages are saved, and named in the message); TransferFailed or BrokenPlan if execution
-    differs from the plan otherwise. The device is back at its baseline in every case. Warns
+    If copies do not overlap compute on the device, the run is planned again (`without_overlap`). If
+    the device has less memory than planned, or a stage takes more, the remaining stages are planned
+    again and the run continues. Raises PlanError before anything is loaded if the plan is not for
+    this graph or breaks a rule; OutOfMemory if no plan fits the memory left (outputs of finished
+    stages are saved, and named in the message); TransferFailed or BrokenPlan if execution differs
+    from the plan otherwise. The device is back at its baseline in every case. Warns
     (RuntimeWarning) if a slot takes more than planned; ``trace.overruns`` has the slots.
 
     Example:
@@ -388,13 +391,51 @@ def run(
         options["after_stage"] = lambda stage, outputs: outputs_cache.keep(stage, outputs, choices)
     options["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
     device = open_device(problem, check_ordering=check_ordering)
+    notes: list[str] = []
+    solution = without_overlap(solution, device, cache=cache, tell=notes.append)
+    if tell is not None and notes:
+        tell(notes[0])
     trace = execute(
         solution, shorter_graph, values, device, modules, progress, tell=tell, **options
     )
+    trace = replace(trace, notes=(*notes, *trace.notes))
     if cache is not None:
         remember(solution, trace, Store(cache))
     warn_of(trace.overruns, stacklevel=2)
     return trace
+
+
+def without_overlap(
+    solution: Solution,
+    device: Device | None = None,
+    *,
+    cache: Path | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Solution:
+    """Return ``solution``, planned again if copies do not overlap compute as planned.
+
+    ``device``: opened for it; None: opened here, if only opening shows it. ``cache``: as for
+    `plan`. ``tell``: called with one line if there is another plan. Raises InputError without the
+    device, and Infeasible.
+    """
+    from graphrun.devices import as_opened
+    from graphrun.runtime.devices.open import open_device
+    from graphrun.units import show_seconds
+
+    problem = solution.problem
+    if problem.hardware.serial_copies or problem.hardware.kind.overlap != "proved":
+        return solution
+    hardware = as_opened(problem.hardware, device or open_device(problem))
+    if hardware == problem.hardware:
+        return solution
+    serial_solution = plan(replace(problem, hardware=hardware), cache=cache)
+    if tell is not None:
+        tell(
+            f"copies do not overlap compute on {hardware.name}: planned again, "
+            f"{show_seconds(serial_solution.simulation.seconds)} instead of "
+            f"{show_seconds(solution.simulation.seconds)}"
+        )
+    return serial_solution
 
 
 def from_pipeline(pipe: Any) -> LivePipeline:
@@ -458,7 +499,8 @@ def attach(
                        attached with one `Budget` share it. The called pipeline gets all of it; the
                        weights of the others are evicted, least recently called first
     ``vram``           None or ``auto``: the free memory of the device now, less 5 %; ``["24G",
-                       "12G"]`` for several devices
+                       "12G"]`` for several devices. On a GPU that shares memory, ``ram="auto"`` is
+                       what ``vram`` leaves of it
     ``memory``         on a CPU, in place of ``vram`` and ``ram``: what this process may take in
                        total, such as ``"8G"``; None or ``auto``: what it takes and what this
                        machine has left, less 5 %. Weights that are mapped from files, as

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from graphrun.entry_points import DEVICES, entry_point, installed, load
-from graphrun.errors import InputError
+from graphrun.errors import GraphrunError, InputError
 
 FreeMemory = Literal["driver", "system", "none"]
 Cap = Literal["allocator", "own allocations", "process", "machine"]
@@ -98,11 +97,39 @@ class DeviceKind:
         return self.is_host or self.has_virtual_clock
 
     def open(self, *args: Any, **kwargs: Any) -> Any:
-        return _function(self.opener)(*args, **kwargs)
+        """Return the opened `Device`. Raises InputError if another package's opener fails."""
+        device = self._call("opener", *args, **kwargs)
+        if device is None:
+            raise InputError(f"{self.name}: the opener {self.opener} returned None, and no Device")
+        return device
 
     def detect(self) -> Any:
-        """Return the `Hardware` of this machine's first device of the kind, or None."""
-        return _function(self.detector)(self)
+        """Return the `Hardware` of this machine's first device of the kind, or None.
+
+        Raises InputError if another package's detector fails.
+        """
+        card = self._call("detector", self)
+        if card is not None and getattr(card, "device", None) != self.name:
+            raise InputError(
+                f"{self.name}: the detector {self.detector} returned {card!r}, and has to return "
+                f"None or the Hardware of a device {self.name!r}"
+            )
+        return card
+
+    def _call(self, role: Literal["opener", "detector"], *args: Any, **kwargs: Any) -> Any:
+        """Return what the function for ``role`` returns."""
+        reference: str = getattr(self, role)
+        module, _, function = reference.partition(":")
+        if module.partition(".")[0] == __package__:
+            return getattr(importlib.import_module(module), function)(*args, **kwargs)
+        try:
+            return getattr(importlib.import_module(module), function)(*args, **kwargs)
+        except GraphrunError:
+            raise
+        except Exception as error:  # noqa: BLE001  (another package's function may raise anything)
+            raise InputError(
+                f"{self.name}: the {role} {reference} fails: {type(error).__name__}: {error}"
+            ) from error
 
 
 # kinds with cards first, in the order in which a device is looked for
@@ -190,13 +217,7 @@ def kind_called(name: str) -> DeviceKind:
     kind = load(point)
     if not isinstance(kind, DeviceKind) or kind.name != name:
         raise InputError(
-            f"{name}: the entry point {point.value} of {DEVICES} is {kind!r}, and has to be a "
-            f"DeviceKind with the name {name!r}"
+            f"{name}: the entry point {point.value} of {DEVICES} is "
+            f"{getattr(kind, 'name', kind)!r}, and has to be a DeviceKind with the name {name!r}"
         )
     return kind
-
-
-def _function(reference: str) -> Callable[..., Any]:
-    module, _, function = reference.partition(":")
-    target: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return target

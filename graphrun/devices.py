@@ -10,7 +10,7 @@ auto                    `resolved_budgets`  free memory changes during a session
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -136,15 +136,32 @@ def with_host_copies(cards: Sequence[Hardware], budget: Any) -> list[Hardware]:
     """Return ``cards`` as an attached pipeline uses them, with memory apart from the host's.
 
     A pipeline has its weights on the host, and blocks are copied from there. On a card that shares
-    its memory with the host, the budgets of both are taken from the one pool. Raises InputError for
-    one budget of such a card.
+    its memory with the host, the budgets of both are taken from the one pool (`_of_one_pool`).
+    Raises InputError for one budget of such a card.
     """
-    if budget.memory is not None and cards[0].unified and not cards[0].kind.is_host:
+    if budget.memory is not None and _shares_memory(cards[0]):
         raise InputError(
             f"memory {budget.memory}: an attached pipeline keeps its weights on the host, and "
-            f"{cards[0].name} gets copies of blocks: give vram and ram, which share the one memory"
+            f"{cards[0].name} gets copies of blocks: give vram for the copies, such as vram='4G', "
+            "in place of memory; or compute on the CPU with device='cpu'"
         )
     return [card if card.kind.is_host else replace(card, unified=False) for card in cards]
+
+
+def _shares_memory(card: Hardware) -> bool:
+    """Return whether ``card`` is a GPU that shares its memory with the host."""
+    return card.unified and not card.kind.is_host
+
+
+def _of_one_pool(limits: ProblemLimits, modules: Iterable[Any]) -> ProblemLimits:
+    """Return ``limits``, whose RAM is ``auto``, where the device's budget is part of that RAM.
+
+    What remains has at least the weights of ``modules``, which are on the host already.
+    """
+    from graphrun.host_ram import taken_bytes
+
+    remaining_bytes = limits.ram_bytes - limits.budget_bytes
+    return replace(limits, ram_bytes=max(taken_bytes(modules), remaining_bytes))
 
 
 def _kind_of_memory(cache: Path | None) -> str:
@@ -250,7 +267,7 @@ def devices_for(
     budget: Budget,
     hardware: Any,
     device: Any,
-    modules: Iterable[Any],
+    modules: Collection[Any],
     cache: Path | None = None,
 ) -> OpenedDevices:
     """Open the devices that ``hardware`` and ``device`` name, with limits within ``budget``.
@@ -265,9 +282,8 @@ def devices_for(
 
     is_open = isinstance(device, Opened)
     kinds = device.name if is_open else device
-    cards = with_host_copies(
-        cards_for(budget.vram, budget.memory, hardware, kinds, cache, to_run=not is_open), budget
-    )
+    named_cards = cards_for(budget.vram, budget.memory, hardware, kinds, cache, to_run=not is_open)
+    cards = with_host_copies(named_cards, budget)
     if is_open:
         if len(device.all_devices) != len(cards):
             raise InputError(
@@ -278,12 +294,20 @@ def devices_for(
     else:
         refuse_wrong_budgets(cards[0], budget)
         main_device = open_devices(cards)
-    if main_device.serial_copies:
-        cards = [replace(cards[0], serial_copies=True), *cards[1:]]
+    cards = [as_opened(cards[0], main_device), *cards[1:]]
     if isinstance(main_device, CpuDevice):
         cards = [replace(cards[0], context_bytes=main_device.measured_context())]
     limits = limits_for(budget, cards, modules, main_device.all_devices)
+    if budget.ram == "auto" and _shares_memory(named_cards[0]):
+        limits = _of_one_pool(limits, modules)
     return OpenedDevices(main_device, cards, limits)
+
+
+def as_opened(hardware: Hardware, device: Device) -> Hardware:
+    """Return ``hardware`` with what opening ``device`` shows: whether copies overlap compute."""
+    if not device.serial_copies or hardware.serial_copies:
+        return hardware
+    return replace(hardware, serial_copies=True)
 
 
 def limits_for(
@@ -335,7 +359,7 @@ def refuse_wrong_budgets(hardware: Hardware, budget: Any) -> None:
         if budget.memory is None:
             return
         is_example = budget.memory == "auto" or hardware.kind.free_memory == "none"
-        vram = "8G" if is_example else budget.memory
+        vram = "8G" if is_example else _no_more_than(budget.memory, hardware.capacity_bytes)
         raise InputError(
             f"memory {budget.memory}: {hardware.name} has memory of its own: give --vram {vram} "
             "and --ram in place of --memory, or add --device cpu to run on the CPU"
@@ -355,6 +379,14 @@ def refuse_wrong_budgets(hardware: Hardware, budget: Any) -> None:
 
 
 _RAM = ("ram", "auto")
+
+
+def _no_more_than(size: str | int, capacity_bytes: int) -> str | int:
+    """Return ``size``, or the capacity in GiB if that is less."""
+    from graphrun.units import GIB
+
+    nbytes = parse_size(size, whole_bytes=capacity_bytes, name="memory")
+    return size if nbytes <= capacity_bytes else f"{capacity_bytes / GIB:.4g}G"
 
 
 def memory_budget(memory: str | int | None, hardware: Hardware) -> int:

@@ -28,7 +28,7 @@ from typing import Any
 from graphrun import api
 from graphrun.batch.cache.keys import choices_of
 from graphrun.batch.cache.reuse import Reuse, What, reuse_for
-from graphrun.devices import resolved_in_process
+from graphrun.devices import as_opened, resolved_in_process
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
@@ -110,11 +110,12 @@ class Session:
         graph = graph.until(budgets.get("until"))
         self.graph = graph.without_sources() if random_weights else graph
         self._plans: dict[Any, PlannedGraph] = {}  # by settings and precomputed stages
-        problem = api.estimate(self._whole, inputs=self._inputs, **self._budgets)
-        self.solution: Solution = self._plan_for(
-            self.graph.for_planning(self._inputs), (), problem
-        ).solution
+        self.solution = self._first_plan()
         self.device = device or open_device(self.solution.problem)
+        if (opened_card := as_opened(cards[0], self.device)) != cards[0]:
+            self._budgets["hardware"] = [opened_card, *cards[1:]]
+            self._plans.clear()
+            self.solution = self._first_plan()
         self._baseline = self.device.tiers()
         self._host: Host | None = None
         self._runs: Runs | None = None
@@ -325,6 +326,11 @@ class Session:
             if not same_sizes or reuse is None or reuse.find().keys() != set(cached_names):
                 return count - 1
         return count
+
+    def _first_plan(self) -> Solution:
+        """Return the plan for the inputs that the session begins with."""
+        problem = api.estimate(self._whole, inputs=self._inputs, **self._budgets)
+        return self._plan_for(self.graph.for_planning(self._inputs), (), problem).solution
 
     def _plan_for(
         self,

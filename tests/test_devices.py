@@ -101,7 +101,7 @@ def test_available_memory_decides_on_a_chip_with_one_memory(
 
 def test_an_attached_pipeline_on_one_memory_has_copies_on_the_host() -> None:
     chip = data_sheet_estimates()["gb10"]
-    with pytest.raises(InputError, match="gb10 gets copies of blocks: give vram and ram"):
+    with pytest.raises(InputError, match="gb10 gets copies of blocks: give vram for"):
         with_host_copies([chip], Budget(memory="20G"))
     assert not with_host_copies([chip], Budget("8G"))[0].unified
     assert with_host_copies([CPU], Budget(memory="8G"))[0].unified
@@ -133,6 +133,7 @@ WRONG_BUDGETS = [
     ({"hardware": "m4max-64", "ram": "20G"}, "--ram: m4max-64 has one pool .* give --memory 20G"),
     ({"hardware": "rtx4090", "memory": "3G"}, "give --vram 3G and --ram .* add --device cpu"),
     ({"memory": "3G", "vram": "3G"}, "give --vram 3G and --ram"),
+    ({"hardware": "arc-b580", "memory": "20G"}, "give --vram 12G and --ram"),
 ]
 
 

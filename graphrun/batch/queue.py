@@ -22,6 +22,7 @@ from graphrun.batch.running import Running
 from graphrun.batch.schedule import Schedule, StageSegment, schedules, segment_of
 from graphrun.batch.waiting import WaitingValues
 from graphrun.batch.watch import LeftOut, Watcher
+from graphrun.devices import as_opened
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
 from graphrun.graph.graph import Graph
 from graphrun.graph.media import fingerprint
@@ -164,6 +165,7 @@ def run_requests(graph: Graph, requests: Sequence[Request], context: BatchContex
                 continue
             problem = context.estimate(group[0].inputs)
             device = device or open_device(problem)
+            problem = replace(problem, hardware=as_opened(problem.hardware, device))
             _Runner(graph, problem, group, context, device, batch).run()
     return batch
 

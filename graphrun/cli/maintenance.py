@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from graphrun import device_kinds
 from graphrun.cli.common import AsJson, app, cache_folder, echo, show
 from graphrun.cli.options import NoCache, option
 from graphrun.cli.terminal import width
@@ -142,9 +141,6 @@ def calibrate(
     from graphrun.report.machine_screens import calibrate_screen
     from graphrun.runtime.read_rates import measure_reads
 
-    names = [kind.name for kind in device_kinds.built_in() if kind.calibration]
-    if device not in (None, *names):
-        raise InputError(f"--device {device!r} cannot be calibrated; use {', '.join(names)}")
     calibration = measure_and_keep(
         device,
         cache_folder(False) or Path(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -146,7 +146,7 @@ def _ready(
         notify=notify,
     )
     is_saved = graph_plan.solution is not None
-    graph_plan = planner.plan(graph_plan)
+    graph_plan = _as_opened(planner.plan(graph_plan), options, notify)
     style = replace(look(graph_plan, options, run_options.verbose), next_command="")
     screen = (
         plan_screen(graph_plan.solution, graph_plan.solve_seconds, style)
@@ -162,7 +162,31 @@ def _ready(
             return graph_plan, style
         # only the header of a GGUF file tells the type of each tensor: plan for its content
         graph_plan = planner.plan(replace(graph_plan, solution=None, downloads=[]))
+        graph_plan = _as_opened(graph_plan, options, None)
         screen = _verdict(graph_plan.solution, style)
+
+
+def _as_opened(
+    graph_plan: Planned, options: PlanOptions, notify: Callable[[str], None] | None
+) -> Planned:
+    """Open the device, show what it does not promise, and plan again if copies do not overlap
+    compute. Where that is known from the kind of device, it is opened by the run."""
+    problem = graph_plan.solution.problem
+    if problem.hardware.kind.overlap != "proved":
+        return graph_plan
+    from graphrun.runtime.devices.open import open_device
+
+    tell = notify or (lambda line: None)
+    device = open_device(problem)
+    for notice in device.notices:
+        tell(f"  {notice}")
+    solution = api.without_overlap(
+        graph_plan.solution,
+        device,
+        cache=cache_folder(options.no_cache),
+        tell=lambda line: tell(f"  {line}"),
+    )
+    return replace(graph_plan, solution=solution)
 
 
 def _verdict(solution: Solution, style: Look) -> str:

@@ -71,6 +71,7 @@ def calibrate(
     compiler for it.
     """
     device_kind = kind_called(kind)
+    refuse_uncalibrated(kind)
     if compiled and device_kind.has_virtual_clock:
         raise InputError(
             "there is no compiler for the simulated accelerator: leave out --compiled, or "
@@ -126,6 +127,16 @@ def calibrate(
     }
     figures |= {f"{kind}_flops_per_second": rate for kind, rate in flops.items()}
     return measured_hardware, {**figures, "context_bytes": float(measured_hardware.context_bytes)}
+
+
+def refuse_uncalibrated(kind: str) -> None:
+    """Raise InputError if devices of ``kind`` cannot be measured."""
+    names = [device_kind.name for device_kind in built_in() if device_kind.calibration]
+    if kind not in names:
+        raise InputError(
+            f"device {kind!r} cannot be calibrated; use {', '.join(names)}. Plans for others "
+            "use data sheets: name one with --hardware"
+        )
 
 
 def _calibrate_processor(
@@ -256,6 +267,8 @@ def measure_and_keep(
     and within seconds. ``compiled``: as for `calibrate`. Raises InputError if ``name`` is the name
     of a data-sheet estimate, or if the device cannot be measured.
     """
+    if kind:
+        refuse_uncalibrated(kind)
     device_kind = kind_called(kind) if kind else _kind_here()
     kind, is_host = device_kind.name, device_kind.is_host
     allowed_seconds = allowed_seconds or (CPU_SECONDS if is_host else ALLOWED_SECONDS)

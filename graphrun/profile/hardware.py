@@ -45,6 +45,7 @@ import difflib
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -440,10 +441,10 @@ def detect_accelerator(kind: DeviceKind) -> Hardware | None:
 
     try:
         backend: Any = torch.get_device_module(kind.name)
-        is_available, count = getattr(backend, "is_available", None), backend.device_count()
-    except (RuntimeError, AttributeError):
-        return None
-    if not count or (is_available is not None and not is_available()):
+        is_available = getattr(backend, "is_available", None)
+        if not backend.device_count() or (is_available is not None and not is_available()):
+            return None
+    except Exception:  # noqa: BLE001  (of another package's backend)
         return None
     name, total_bytes = _identity(backend, kind)
     base, plain = _sheet_of(name, kind)
@@ -487,12 +488,13 @@ def detect_mps(kind: DeviceKind) -> Hardware | None:
 def _identity(backend: Any, kind: DeviceKind) -> tuple[str, int]:
     """Return the first device's name and bytes, else the kind's name and this machine's RAM."""
     name, total_bytes = kind.name, 0
-    if (properties_of := getattr(backend, "get_device_properties", None)) is not None:
-        properties: Any = properties_of(0)
-        name = getattr(properties, "name", name)
+    with suppress(Exception):  # of another package's backend
+        properties: Any = backend.get_device_properties(0)
+        name = str(getattr(properties, "name", name))
         total_bytes = int(getattr(properties, "total_memory", 0))
-    if not total_bytes and (memory_of := getattr(backend, "mem_get_info", None)) is not None:
-        total_bytes = int(memory_of(0)[1])
+    if not total_bytes:
+        with suppress(Exception):
+            total_bytes = int(backend.mem_get_info(0)[1])
     return name, total_bytes or total_ram_bytes()
 
 

@@ -5,7 +5,12 @@
 // after the jobs of the current stream (PyTorch's fallback to the CPU). So an operator that is not
 // made to wait for a copy on another stream reads bytes that are not there yet.
 //
-// The allocator returns nothing to a cache and has counters, but no limit.
+// `late_block` is a kernel: a job of the current stream, which reads its weights when it runs.
+// Copies, or kernels, can be late (`set_late`): each runs when somebody waits for it, after all that
+// other streams may do before. Results then depend on waits alone, and not on the machine's speed.
+//
+// The allocator has counters, but no limit. New memory has the bytes of no earlier tensor; while
+// kernels are late, it is freed memory of the same size, as on cards.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUFunctions.h>
@@ -39,16 +44,31 @@ const c10::Device kFirst(kDevice, 0);
 std::atomic<int64_t> copy_microseconds{0}; // that each copy takes longer
 std::atomic<bool> synchronous{false}; // whether copies make the host wait
 
+// Jobs of which streams run as late as their order allows: when somebody waits for them.
+enum class Late { kNothing, kCopies, kKernels };
+std::atomic<Late> late{Late::kNothing};
+
+struct Event;
+
 // A queue of jobs, and the thread that does them.
 class Queue {
  public:
-  Queue() {
+  explicit Queue(bool computes) : computes_(computes) {
     std::thread([this] { work(); }).detach();
   }
 
-  void push(std::function<void()> job) {
+  // Returns the number of jobs until this one.
+  int64_t push(std::function<void()> job) {
     std::lock_guard<std::mutex> lock(mutex_);
     jobs_.push_back(std::move(job));
+    changed_.notify_all();
+    return ++pushed_;
+  }
+
+  // Lets so many jobs run, where they are late otherwise.
+  void demand(int64_t count) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    demanded_ = std::max(demanded_, count);
     changed_.notify_all();
   }
 
@@ -59,16 +79,25 @@ class Queue {
 
   void synchronize() {
     std::unique_lock<std::mutex> lock(mutex_);
+    demanded_ = pushed_;
+    changed_.notify_all();
     changed_.wait(lock, [this] { return jobs_.empty() && !busy_; });
   }
 
+  // Runs no more jobs until others wait for them, or it waits for an event that is not recorded.
+  bool is_settled();
+  void wait_for(Event* event, int64_t version);
+
  private:
+  bool is_late() const { return late == (computes_ ? Late::kKernels : Late::kCopies); }
+  bool has_work() const { return !jobs_.empty() && (!is_late() || done_ < demanded_); }
+
   void work() {
     for (;;) {
       std::function<void()> job;
       {
         std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [this] { return !jobs_.empty(); });
+        changed_.wait(lock, [this] { return has_work(); });
         job = std::move(jobs_.front());
         jobs_.pop_front();
         busy_ = true;
@@ -76,19 +105,58 @@ class Queue {
       job();
       std::lock_guard<std::mutex> lock(mutex_);
       busy_ = false;
+      ++done_;
       changed_.notify_all();
     }
   }
 
+  const bool computes_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> jobs_;
+  int64_t pushed_ = 0, done_ = 0, demanded_ = 0;
   bool busy_ = false;
+  Event* event_ = nullptr; // that the current job waits for
+  int64_t version_ = 0;
 };
+
+struct Event {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t recorded = 0, passed = 0;
+  Queue* queue = nullptr; // of the latest record
+  int64_t position = 0; // of that record among its jobs
+  Clock::time_point time;
+
+  bool has_passed(int64_t version) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return passed >= version;
+  }
+  void wait_for(int64_t version) {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] { return passed >= version; });
+  }
+};
+
+bool Queue::is_settled() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return busy_ ? event_ != nullptr && !event_->has_passed(version_) : !has_work();
+}
+
+void Queue::wait_for(Event* event, int64_t version) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    event_ = event;
+    version_ = version;
+  }
+  event->wait_for(version);
+  std::lock_guard<std::mutex> lock(mutex_);
+  event_ = nullptr;
+}
 
 std::mutex streams_mutex;
 std::deque<Queue*>& queues() {
-  static auto* all = new std::deque<Queue*>{new Queue()};
+  static auto* all = new std::deque<Queue*>{new Queue(true)};
   return *all;
 }
 thread_local int64_t current_stream = 0;
@@ -102,18 +170,6 @@ c10::Stream stream_numbered(int64_t number) {
   return c10::Stream(c10::Stream::UNSAFE, kFirst, number);
 }
 
-struct Event {
-  std::mutex mutex;
-  std::condition_variable changed;
-  int64_t recorded = 0, passed = 0;
-  Clock::time_point time;
-
-  void wait_for(int64_t version) {
-    std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [&] { return passed >= version; });
-  }
-};
-
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device) const override { return kFirst; }
@@ -124,7 +180,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device) const override { return stream_numbered(0); }
   c10::Stream getNewStream(c10::Device, int) const override {
     std::lock_guard<std::mutex> lock(streams_mutex);
-    queues().push_back(new Queue());
+    queues().push_back(new Queue(false));
     return stream_numbered(static_cast<int64_t>(queues().size()) - 1);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
@@ -154,12 +210,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       *event = new Event();
     }
     auto* own = static_cast<Event*>(*event);
-    int64_t version;
-    {
-      std::lock_guard<std::mutex> lock(own->mutex);
-      version = ++own->recorded;
-    }
-    queue_of(stream.id()).push([own, version] {
+    auto& queue = queue_of(stream.id());
+    std::lock_guard<std::mutex> lock(own->mutex);
+    const int64_t version = ++own->recorded;
+    own->queue = &queue;
+    own->position = queue.push([own, version] {
       std::lock_guard<std::mutex> lock(own->mutex);
       own->passed = version;
       own->time = Clock::now();
@@ -171,12 +226,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       return;
     }
     auto* own = static_cast<Event*>(event);
-    int64_t version;
-    {
-      std::lock_guard<std::mutex> lock(own->mutex);
-      version = own->recorded;
-    }
-    queue_of(stream.id()).push([own, version] { own->wait_for(version); });
+    auto& queue = queue_of(stream.id());
+    std::lock_guard<std::mutex> lock(own->mutex);
+    queue.push([own, &queue, version = own->recorded, source = own->queue,
+                position = own->position] {
+      if (source != nullptr) {
+        source->demand(position);
+        queue.wait_for(own, version);
+      }
+    });
   }
   bool queryEvent(void* event) const override {
     auto* own = static_cast<Event*>(event);
@@ -188,7 +246,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     auto* own = static_cast<Event*>(event);
-    if (own != nullptr) {
+    if (own != nullptr && own->queue != nullptr) {
+      own->queue->demand(own->position);
       own->wait_for(own->recorded);
     }
   }
@@ -241,6 +300,7 @@ struct Memory final : c10::DeviceAllocator {
 
   std::mutex mutex;
   std::map<void*, size_t> sizes;
+  std::multimap<size_t, void*> cache; // while kernels are late: free memory by its size
   c10::CachingDeviceAllocator::DeviceStats stats;
 };
 
@@ -259,6 +319,10 @@ void free_memory(void* pointer) {
     auto entry = memory().sizes.find(pointer);
     nbytes = entry->second;
     memory().sizes.erase(entry);
+    if (late == Late::kKernels) {
+      memory().cache.emplace(nbytes, pointer);
+      pointer = nullptr;
+    }
   }
   memory().count(-static_cast<int64_t>(nbytes));
   std::free(pointer);
@@ -267,11 +331,20 @@ void free_memory(void* pointer) {
 at::DataPtr Memory::allocate(size_t nbytes) {
   void* pointer = nullptr;
   if (nbytes > 0) {
-    pointer = std::aligned_alloc(64, (nbytes + 63) / 64 * 64);
-    TORCH_CHECK(pointer, "brook is out of memory: ", nbytes, " bytes");
-    count(static_cast<int64_t>(nbytes));
-    std::lock_guard<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mutex);
+    if (auto entry = cache.find(nbytes); entry != cache.end()) {
+      pointer = entry->second;
+      cache.erase(entry);
+    } else {
+      pointer = std::aligned_alloc(64, (nbytes + 63) / 64 * 64);
+      TORCH_CHECK(pointer, "brook is out of memory: ", nbytes, " bytes");
+    }
     sizes[pointer] = nbytes;
+    lock.unlock();
+    count(static_cast<int64_t>(nbytes));
+    if (late != Late::kKernels) { // no job still reads the memory
+      std::memset(pointer, 0x5a, nbytes);
+    }
   }
   return {pointer, pointer, &free_memory, kFirst};
 }
@@ -468,6 +541,36 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
+// Waits until other streams have done all that their order allows.
+void settle(const Queue& queue) {
+  for (size_t number = 0; number < queues().size(); ++number) {
+    auto& other = queue_of(static_cast<int64_t>(number));
+    while (&other != &queue && !other.is_settled()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+}
+
+// x + project(relu(expand(x))) * gain, of a block of the tests' small component. As on a card, the
+// job has addresses and no references: tensors are freed before it runs.
+at::Tensor late_block(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                      const at::Tensor& projection, const at::Tensor& gain) {
+  auto result = at::empty_like(x);
+  auto target = on_cpu(result);
+  auto& queue = queue_of(current_stream);
+  queue.push([=, &queue, x = on_cpu(x), weight = on_cpu(weight), bias = on_cpu(bias),
+              projection = on_cpu(projection), gain = on_cpu(gain)] {
+    at::InferenceMode without_gradients;
+    settle(queue);
+    auto inner = at::relu(at::linear(x, weight, bias));
+    target.copy_(x + at::linear(inner, projection) * gain);
+  });
+  if (late != Late::kKernels) {
+    queue.synchronize(); // freed memory is not kept
+  }
+  return result;
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
@@ -502,5 +605,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   at::setHostAllocator(kDevice, &pinned_memory());
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   module.def("set_copy_microseconds", [](int64_t value) { copy_microseconds = value; });
+  module.def("set_late", [](const std::string& jobs) {
+    late = jobs == "copies" ? Late::kCopies : jobs == "kernels" ? Late::kKernels : Late::kNothing;
+  });
+  module.def("late_block", &late_block);
   module.def("set_synchronous", [](bool value) { synchronous = value; });
 }

@@ -22,13 +22,15 @@ from graphrun.devices import hardware_for
 from graphrun.errors import InputError, OutOfMemory
 from graphrun.model.problem import Hardware
 from graphrun.profile.hardware import simulated
+from graphrun.report.plan_files import read_solution
+from graphrun.report.screen import Units
 from graphrun.runtime.devices import accelerator
 from graphrun.runtime.devices.accelerator import AcceleratorDevice, Backend
 from graphrun.runtime.devices.open import open_hardware
 from graphrun.runtime.direct_reads import Span
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.solve import solve
-from graphrun.units import MIB
+from graphrun.units import MIB, show_seconds
 from graphrun.verify.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "attach"))
@@ -161,7 +163,8 @@ def test_unified_memory_is_filled_from_files(queues: int, monkeypatch: pytest.Mo
     if queues == 1:
         monkeypatch.setattr(AcceleratorDevice, "_open_streams", lambda device: False)
     whole = TinyPipeline("flux-tiny", {"steps": 2}, hardware(), "brook")
-    limits = {"hardware": hardware(unified=True, context_bytes=MIB), "inputs": whole.inputs}
+    card = hardware(unified=True, context_bytes=MIB, serial_copies=queues == 1)
+    limits = {"hardware": card, "inputs": whole.inputs}
     roomy = graphrun.estimate(whole.graph, memory="1G", **limits)
     problem = graphrun.estimate(whole.graph, memory=smallest_budget(roomy), **limits)
     solution = solve(problem)
@@ -226,3 +229,110 @@ def test_a_pipeline_is_attached_by_the_backends_name(copies: str, backend: Any) 
             assert equal(case.call(pipe), expected)
             assert attachment.trace.peak_bytes <= vram
         assert attachment._hardware.serial_copies == (copies == "serial")
+
+
+def test_an_attached_pipeline_shares_the_one_memory_with_copies_of_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The budgets of device and host together are the memory that the machine has left."""
+    case, pool = cases()["FluxPipeline"], hardware(unified=True)
+    pipe = case.build()
+    with pytest.raises(InputError, match=r"brook gets copies .* vram='4G', in place of memory"):
+        graphrun.attach(pipe, memory="8G", hardware=pool)
+    taken_bytes, free_bytes = weight_bytes(pipe), 4 << 30
+    monkeypatch.setattr("graphrun.kernel_memory.available_bytes", lambda path: free_bytes)
+    with pytest.warns(RuntimeWarning, match="brook:0"):
+        attachment = graphrun.attach(pipe, hardware=pool)
+    with attachment:
+        limits = attachment._limits
+        assert limits.budget_bytes + limits.ram_bytes <= free_bytes + 2 * taken_bytes
+        assert limits.ram_bytes >= taken_bytes
+        expected = case.call(case.build().to("brook"))
+        assert equal(case.call(pipe), expected)
+
+
+SERIAL = "copies do not overlap compute on brook: planned again, "
+
+
+@pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")
+def test_a_run_is_planned_again_without_overlap_and_says_so(backend: Any, graphrun: Any) -> None:
+    """On the screen before the plan; the numbers compared afterwards are those of the new plan."""
+    backend.set_synchronous(True)
+    command = ["run", "flux-tiny", "--device", "brook", "--vram", "662M", "--random-weights"]
+    code, screen, errors = graphrun(*command, "--plan", "plan.json", "-o", "picture.png")
+    assert code in (0, 4), errors  # rates are those of another device
+    assert errors.count(SERIAL) == 1
+    assert "brook:0: copies do not overlap compute (a copy from page-locked memory" in errors
+    assert "brook:0: this backend has no memory limit" in errors
+    solution = read_solution(Path("plan.json"))[0]
+    assert solution.problem.hardware.serial_copies
+    assert show_seconds(solution.simulation.seconds) in errors
+    seconds = Units(solution.simulation.peak_bytes, solution.simulation.seconds)
+    assert seconds.row("", 0, 0, 0, 0, solution.simulation.seconds, 0)[-2] in screen
+
+
+@pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")
+def test_runs_and_sessions_in_python_are_planned_again_without_overlap(backend: Any) -> None:
+    backend.set_synchronous(True)
+    graph, lines = graphrun.load("flux-tiny"), list[str]()
+    solution = graphrun.plan(graphrun.estimate(graph, vram="4M", hardware=hardware()))
+    assert not solution.problem.hardware.serial_copies
+    trace = graphrun.run(solution, graph, random_weights=True, tell=lines.append)
+    assert [line.startswith(SERIAL) for line in lines] == [True]
+    assert trace.notes == tuple(lines)
+    assert trace.plan_digest != solution.plan.digest
+    with graphrun.Session(
+        graph, vram="4M", hardware=hardware(), random_weights=True, runs=2
+    ) as session:
+        assert session.solution.problem.hardware.serial_copies
+        assert session.plan().problem.hardware.serial_copies
+    batch = graphrun.run_many(graph, ["a cat"], vram="4M", hardware=hardware(), random_weights=True)
+    solutions = [segment.solution for plan in batch.schedules for segment in plan.segments]
+    assert all(solution.problem.hardware.serial_copies for solution in solutions)
+
+
+@pytest.mark.filterwarnings("ignore:brook:RuntimeWarning")
+def test_a_run_whose_copies_overlap_follows_its_plan() -> None:
+    graph, lines = graphrun.load("flux-tiny"), list[str]()
+    solution = graphrun.plan(graphrun.estimate(graph, vram="4M", hardware=hardware()))
+    trace = graphrun.run(solution, graph, random_weights=True, tell=lines.append)
+    assert not lines
+    assert not trace.notes
+
+
+def _fails(*arguments: Any) -> None:
+    raise ValueError("of the backend's own code")
+
+
+FUNCTIONS = (*accelerator._OPTIONAL, "set_per_process_memory_fraction", "current_stream")
+
+
+@pytest.mark.parametrize("replacement", [_fails, lambda *arguments: None], ids=["fails", "None"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_does_not_work_is_replaced_as_one_that_is_missing(
+    name: str, replacement: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.get_device_module("brook"), name, replacement, raising=False)
+    assert hardware_for(None, "brook", to_run=True).device == "brook"
+    device = AcceleratorDevice("brook")
+    assert device.serial_copies == (name == "current_stream")
+    with device.capped(4 * MIB):
+        device.reset_peak()
+        memory = device.allocate(MIB)
+        device.copy(memory, device.arena(MIB, pinned=True).fill_(3))
+        device.wait("compute", device.mark("copy"))
+        assert int(memory[-1].cpu()) == 3
+        device.barrier()
+        assert device.peak_bytes >= MIB
+        assert device.available_bytes > 0
+        assert device.holders()
+        device.release_cached()
+
+
+@pytest.mark.parametrize("count", [_fails, lambda: 0, lambda: None], ids=["fails", "0", "None"])
+def test_a_backend_without_devices_is_refused(count: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.get_device_module("brook"), "device_count", count)
+    with pytest.raises(InputError, match="no brook device found to run on; run on the CPU"):
+        hardware_for(None, "brook", to_run=True)
+    with pytest.raises(InputError, match=r"does not count its devices|torch sees 0 brook devices"):
+        AcceleratorDevice("brook")

@@ -1,89 +1,37 @@
 """The ordering checker reports a missing wait in every run, also on a device whose earlier runs had
-one."""
+one, and every wait whose absence changes results on the backend from outside."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from small_component import (
-    WIDE,
-    Small,
-    device_of,
-    plan_of,
-    run,
-    small_hardware,
-    small_problem,
-    untouched,
-    use,
-)
+from campaign import sampled
+from left_out_waits import PLANS, Runs, Waits
+from small_component import untouched
 
 from graphrun.runtime.devices.simulated import SimulatedDevice
-from graphrun.runtime.host import Host
 from graphrun.sim.ordering import RaceError
 
-CALLS = ["a", "a"]
-ON = small_hardware()
-PLAN = f"""
-    slot s0/0:a load
-      load a unblocked[0] thin[0-5] from pinned
-    slot s0/0:a first
-      stream a keep unblocked[0] thin[0-5] ring buffer {2 * WIDE} B
-      run
-    slot s0/0:a steady x1
-      stream a keep unblocked[0] thin[0-5] ring buffer {2 * WIDE} B
-      run
-    slot end
-      evict a unblocked[0] thin[0-5]
-"""
+sys.path.insert(0, str(Path(__file__).parent.parent / "outside"))
+
+import brook
+
 # numbers of waits: of the load slot's first copy for its allocation, of compute for a streamed
-# block
-FIRST, STREAMED = 0, 11
-
-
-class Waits:
-    """Counts a run's waits of a stream for a mark, and leaves out number ``left_out`` (-1:
-    none)."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.left_out = 0, -1
-        wait = SimulatedDevice.wait
-
-        def counted(device: SimulatedDevice, stream: str, mark: float) -> None:
-            self.count += 1
-            if self.count - 1 != self.left_out:
-                wait(device, stream, mark)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(SimulatedDevice, "wait", counted)
-
-
-class Runs:
-    """Runs of one plan on one device. The plan loads some blocks of a component and streams the
-    others, in two calls."""
-
-    def __init__(self, waits: Waits) -> None:
-        self.waits, self.modules = waits, {"a": Small()}
-        self.problem = small_problem(self.modules, [[use("a", 2, ON)]], ON)
-        self.device = device_of(self.problem)
-        self.host = Host(self.modules, self.problem, self.device)
-
-    def races(self, left_out: int = -1) -> bool:
-        """Whether a run without wait number ``left_out`` raises RaceError."""
-        self.waits.count, self.waits.left_out = 0, left_out
-        try:
-            self.run()
-        except RaceError:
-            return True
-        return False
-
-    def run(self) -> None:
-        run(self.problem, plan_of(self.problem, PLAN), self.host, self.device, CALLS)
+# block, of the copy of a streamed block for compute with the block that it overwrites
+FIRST, STREAMED, OVERWRITTEN = 0, 11, 12
+# a plan, and the numbers of waits to leave out; no number: all
+SAMPLE = ("loaded and streamed", (FIRST, STREAMED, OVERWRITTEN))
 
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
-    return Waits(monkeypatch)
+    return Waits(monkeypatch, SimulatedDevice)
 
 
 @pytest.mark.long
@@ -119,3 +67,31 @@ def test_a_race_beside_an_error_of_the_components_code_leaves_nothing_behind(wai
     runs.modules["a"].callback = None
     assert all(map(untouched, runs.modules.values()))
     assert runs.device.allocated_bytes == 0
+
+
+@pytest.mark.skipif(not brook.can_build(), reason="no compiler for C++, or no ninja")
+@pytest.mark.parametrize(
+    "case", sampled([SAMPLE, *((name, ()) for name in PLANS)], [SAMPLE], "outside")
+)
+def test_a_wait_that_changes_bits_on_another_backend_is_reported(
+    case: tuple[str, tuple[int, ...]], waits: Waits
+) -> None:
+    """The backend runs late copies and late kernels as late as their order allows, and allocates
+    memory on no stream: so only waits of copies for an allocation are reported alone."""
+    name, numbers = case
+    command = [sys.executable, str(Path(__file__).with_name("left_out_waits.py")), name]
+    process = subprocess.run(
+        [*command, *map(str, numbers)], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    results = json.loads(process.stdout.splitlines()[-1])
+    runs = Runs(waits, name)
+    assert not runs.races()
+    streams = list(waits.streams)
+    assert results["streams"] == streams, "the same waits"
+    reported = {number for number in numbers or range(len(streams)) if runs.races(number)}
+    numbers_with_changes = {*results["copies"], *results["kernels"]}
+    assert numbers_with_changes <= reported
+    assert {streams[number] for number in reported - numbers_with_changes} == {"copy"}
+    assert {streams[number] for number in results["copies"]} == {"compute"}
+    assert {streams[number] for number in results["kernels"]} == {"copy"}

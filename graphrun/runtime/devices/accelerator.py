@@ -37,7 +37,7 @@ from typing import Any, get_args
 
 import torch
 
-from graphrun.device_kinds import DeviceKind, kind_called
+from graphrun.device_kinds import DeviceKind, built_in, kind_called
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
 from graphrun.host_ram import host_ram_bytes
 from graphrun.model.problem import Hardware
@@ -80,24 +80,93 @@ class Backend:
                 f"this PyTorch {torch.__version__} has no device {kind!r}: install and import the "
                 "package that adds it, or add --device cpu or --device sim"
             ) from error
+        self._name = kind
+        self._functions_by_name = dict[str, Any]()  # that work (`probe`); None: none does
         current = torch.accelerator.current_accelerator()
         self.is_current = current is not None and current.type == kind
 
     def function(self, name: str, name_in_accelerator: str = "") -> Any:
-        """Return the module's function ``name``, else that of ``torch.accelerator``, else None."""
-        if (function := getattr(self.module, name, None)) is not None:
-            return function
-        if not self.is_current:
-            return None
-        return getattr(torch.accelerator, name_in_accelerator or name, None)
+        """Return the module's function ``name``, else that of ``torch.accelerator``, else None.
+
+        After `probe`, functions that do not work do not exist.
+        """
+        if name in self._functions_by_name:
+            return self._functions_by_name[name]
+        return next(iter(self._functions(name, name_in_accelerator)), None)
+
+    def _functions(self, name: str, name_in_accelerator: str) -> list[Any]:
+        functions = [getattr(self.module, name, None)]
+        if self.is_current:
+            functions.append(getattr(torch.accelerator, name_in_accelerator or name, None))
+        return [function for function in functions if function is not None]
+
+    def probe(self, index: int) -> None:
+        """Call each function that graphrun can do without, once, for device ``index``.
+
+        For a backend about which nothing is known: its functions may raise anything.
+        """
+        for name, (name_in_accelerator, call) in _OPTIONAL.items():
+            functions = self._functions(name, name_in_accelerator)
+            self._functions_by_name[name] = next(
+                (function for function in functions if _works(call, function, index)), None
+            )
+        set_fraction = self.function("set_per_process_memory_fraction")
+        get_fraction = self.function("get_per_process_memory_fraction")
+        fraction = get_fraction(index) if get_fraction is not None else 1.0
+        if not _works(lambda function, index: function(fraction, index), set_fraction, index):
+            self._functions_by_name["set_per_process_memory_fraction"] = None
 
     @property
     def device_count(self) -> int:
-        """Number of devices; 0 if the backend is not available."""
+        """Number of devices; 0 if the backend is not available. Raises InputError if it fails."""
         is_available, count = self.function("is_available"), self.function("device_count")
-        if is_available is not None and not is_available():
-            return 0
-        return 1 if count is None else int(count())
+        try:
+            if is_available is not None and not is_available():
+                return 0
+            return 1 if count is None else int(count() or 0)
+        except Exception as error:  # noqa: BLE001  (another package's function)
+            raise InputError(
+                f"torch.{self._name} does not count its devices: {type(error).__name__}: {error}; "
+                "use --device cpu or --device sim"
+            ) from error
+
+
+def _works(call: Callable[[Any, int], Any], function: Any, index: int) -> bool:
+    """Return whether ``call`` of ``function`` for device ``index`` raises nothing."""
+    try:
+        call(function, index)
+    except Exception:  # noqa: BLE001  (another package's function)
+        return False
+    return True
+
+
+def _number(function: Any, index: int) -> int:
+    return int(function(index))
+
+
+def _context(function: Any, index: int) -> None:
+    with function(index):
+        pass
+
+
+# Functions of backends that graphrun can do without: their names in ``torch.accelerator`` if they
+# differ, and a call that fails if the function does not work.
+_OPTIONAL: dict[str, tuple[str, Callable[[Any, int], Any]]] = {
+    "memory_allocated": ("", _number),
+    "memory_reserved": ("", _number),
+    "max_memory_allocated": ("", _number),
+    "max_memory_reserved": ("", _number),
+    "reset_peak_memory_stats": ("", lambda function, index: function(index)),
+    "mem_get_info": ("get_memory_info", lambda function, index: [int(n) for n in function(index)]),
+    "get_device_properties": ("", lambda function, index: function(index)),
+    "get_per_process_memory_fraction": ("", lambda function, index: float(function(index))),
+    "empty_cache": ("", lambda function, index: function()),
+    "memory_snapshot": (
+        "",
+        lambda function, index: [segment["blocks"] for segment in function()],
+    ),
+    "device": ("device_index", _context),
+}
 
 
 class AcceleratorDevice(Device):
@@ -108,8 +177,6 @@ class AcceleratorDevice(Device):
     files, and does all work of the copy stream.
     """
 
-    serial_copies = False  # whether copies and compute take turns
-    notices: tuple[str, ...] = ()  # what the device does not promise
     _is_asynchronous = _has_counters = _has_timing = True
     _cap_bytes: int | None = None  # checked by `allocate`; None: not checked
     _workspace_bytes = 0
@@ -132,6 +199,8 @@ class AcceleratorDevice(Device):
                 "use --device sim"
             )
         super().__init__()
+        if self.kind not in built_in():
+            self._backend.probe(index)
         self._index, self.torch_device = index, torch.device(self.name, index)
         self._workspace_bytes = workspace_bytes
         self._own_bytes = Arenas()  # of allocations by `allocate`
@@ -151,7 +220,7 @@ class AcceleratorDevice(Device):
         if (fault := faults.get(str(self.torch_device))) is None:
             try:
                 fault = faults[str(self.torch_device)] = overlap_fault(self)
-            except (RuntimeError, NotImplementedError, GraphrunError) as error:
+            except Exception as error:  # noqa: BLE001  (of another package's backend)
                 fault = (str(error).splitlines() or ["it fails"])[0]
             self.arenas.reset_peaks()
             self._empty_cache()
@@ -192,11 +261,11 @@ class AcceleratorDevice(Device):
         """Make the streams, and return whether the device has streams and events."""
         try:
             self._make_streams()
-        except (RuntimeError, NotImplementedError, AttributeError, TypeError):
+        except Exception:  # noqa: BLE001  (of another package's backend)
             return False
         try:
             self._origin.elapsed_time(self._origin)
-        except (RuntimeError, NotImplementedError, ValueError):
+        except Exception:  # noqa: BLE001  (of another package's backend)
             self._has_timing = False
         return True
 

@@ -96,6 +96,7 @@ class Device(ABC):
     torch_device: torch.device  # device of the ops
     unified = False  # whether its memory is the host's
     serial_copies = False  # whether copies and compute take turns
+    notices: tuple[str, ...] = ()  # sentences on what the device does not promise
     # further devices of the machine, on which components or some of their blocks may compute
     secondaries: tuple[Device, ...] = ()
     # of tensors of other code in this process, outside the budget; set by whoever shares the device
