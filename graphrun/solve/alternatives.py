@@ -169,9 +169,9 @@ def _solved_alternative(
     step(alternative.placement or alternative.variant)
     if not alternative.variant:
         # the plan itself, if it already does what the directive demands
-        same = carried_over(problem, solution, solution.bound_seconds)
-        if same is not None and not same.excess_page_overheads():
-            return alternative, same
+        plan_solution = carried_over(problem, solution, solution.bound_seconds)
+        if plan_solution is not None and not plan_solution.excess_page_overheads():
+            return alternative, plan_solution
     quick = quickly_solved(problem) if alternative.variant else None
     if quick is not None and (
         alternative.permission
