@@ -11,6 +11,7 @@ Pure arithmetic, without time or device: simulator and executor get the same off
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, insort
 from collections import deque
 from typing import NamedTuple
@@ -73,3 +74,46 @@ class RingBuffer:
         self._head = end
         self._count += 1
         return RingPlace(start, tuple(released_numbers))
+
+    def renumber(self, count: int) -> None:
+        """Number the blocks as if the first ``count`` placements had come before them."""
+        self._count += count
+        self._live = deque((start, end, number + count) for start, end, number in self._live)
+        self._by_start = [(start, end, number + count) for start, end, number in self._by_start]
+
+    def layout(self) -> tuple[int, ...]:
+        """Return all that later placements depend on, whatever the number of earlier ones."""
+        numbers = (
+            x for start, end, number in self._live for x in (start, end, self._count - number)
+        )
+        return self._head, *numbers
+
+
+@functools.lru_cache(maxsize=256)
+def release_distances(
+    capacity_bytes: int, nbytes: tuple[int, ...], repeats: int = 1
+) -> tuple[int, ...]:
+    """Return how many placements before each block its last released placement is; 0: none.
+
+    The blocks of ``nbytes`` are placed in order, ``repeats`` times. The same layout is followed by
+    the same placements, so these are made only once. Raises ValueError if a block is larger than
+    the ring buffer.
+    """
+    ring_buffer, period, number = RingBuffer(capacity_bytes), len(nbytes), 0
+    distances: list[int] = []
+    round_of_layout = dict[tuple[int, ...], int]()
+    while number < repeats:
+        same_round = round_of_layout.setdefault(ring_buffer.layout(), number)
+        # in the last round, no block follows its last one
+        if same_round < number and (cycles := (repeats - 1 - number) // (number - same_round)):
+            placements = (number - same_round) * period
+            ring_buffer.renumber(cycles * placements)
+            number += cycles * (number - same_round)
+            distances += distances[len(distances) - placements :] * cycles
+            continue
+        following_sizes = (*nbytes[1:], nbytes[0] if number + 1 < repeats else 0) if nbytes else ()
+        for size, following_bytes in zip(nbytes, following_sizes, strict=True):
+            released_numbers = ring_buffer.place(size, following_bytes).released_numbers
+            distances.append(len(distances) - released_numbers[-1] if released_numbers else 0)
+        number += 1
+    return tuple(distances)

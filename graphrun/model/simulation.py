@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from graphrun.model.problem import Problem
@@ -24,6 +25,23 @@ class TimeSpan(NamedTuple):
     call: int
     start_seconds: float
     end_seconds: float
+
+
+class RepeatedSpans(NamedTuple):
+    """``spans``, which come again ``times`` times, each time ``seconds`` later than the last."""
+
+    spans: tuple[TimeSpan, ...]
+    times: int
+    seconds: float
+
+    def all_spans(self) -> Iterator[TimeSpan]:
+        """Yield the spans of every repetition, without the first ones."""
+        for number in range(1, self.times + 1):
+            shift = number * self.seconds
+            for span in self.spans:
+                yield span._replace(
+                    start_seconds=span.start_seconds + shift, end_seconds=span.end_seconds + shift
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +115,20 @@ class Simulation:
 
     ``problem``: with the plan's choices applied. ``slots``, ``seconds``: of the first run;
     ``further_slots``, ``further_seconds``: of one further run, all of which are equal. ``spans``:
-    of each slot, spills and restores as events. Slots of a session's further run are numbered after
-    those of the first run.
+    of each slot, in no order; spills and restores as events. Slots of a session's further run are
+    numbered after those of the first run.
     """
 
     problem: Problem
     slots: tuple[SlotReport, ...]
-    spans: tuple[tuple[TimeSpan | Event, ...], ...]
+    spans: tuple[tuple[TimeSpan | RepeatedSpans | Event, ...], ...]
     seconds: float
     further_slots: tuple[SlotReport, ...] = ()
     further_seconds: float = 0.0
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """Evictions, copies and reads of blocks, and calls, as in a `Trace`."""
+        """Evictions, copies and reads of blocks, and calls, as in a `Trace`: by slot and start."""
         components = {component.name: component for component in self.problem.components}
 
         def event(slot: int, span: TimeSpan | Event) -> Event:
@@ -129,7 +147,9 @@ class Simulation:
             )
 
         return tuple(
-            event(number, span) for number, spans in enumerate(self.spans) for span in spans
+            event(number, span)
+            for number, spans in enumerate(self.spans)
+            for span in sorted(_each(spans), key=attrgetter("start_seconds"))
         )
 
     @property
@@ -206,6 +226,14 @@ class Simulation:
             _stage(stage, [slot for slot in self.slots if stage_of.get(slot.phase) == stage])
             for stage in stages
         )
+
+
+def _each(spans: Iterable[TimeSpan | RepeatedSpans | Event]) -> Iterator[TimeSpan | Event]:
+    for span in spans:
+        if isinstance(span, RepeatedSpans):
+            yield from span.all_spans()
+        else:
+            yield span
 
 
 PEAKS = (

@@ -274,6 +274,7 @@ def alternatives_screen(
     weights = solution.chosen.component(component).weight_bytes()
     units = Units(max(baseline.peak_bytes, weights))
     rows, notes = [[component, "predicted", "vs plan", "moved", "peak", ""]], []
+    largest_gap = 0.0
     for option in alternatives:
         title, cells = TITLES[option.placement], list[str | float]([""] * 4)
         if option.variant:
@@ -284,8 +285,11 @@ def alternatives_screen(
         if option.fits:
             extra = option.seconds - baseline.seconds
             difference = f"{'-' if extra < 0 else '+'}{show_seconds(abs(extra))}"
+            # that of the plan itself is on the screen of the plan
+            is_rough = option is not baseline and option.is_rough
+            largest_gap = max(largest_gap, is_rough * (1 - option.bound_seconds / option.seconds))
             cells = [
-                show_seconds(option.seconds),
+                f"{'<' * is_rough}{show_seconds(option.seconds)}",
                 "" if option is baseline else difference,
                 option.moved_bytes,
                 option.peak_bytes,
@@ -309,6 +313,7 @@ def alternatives_screen(
     notes = [
         f" sizes in {units.size}; every row is a plan of its own: other components may be placed "
         "differently",
+        *[f" <: a longer search may find at most {largest_gap:.1%} less"] * bool(largest_gap),
         *notes,
         *precision_lines(option.permission for option in alternatives),
     ]
@@ -356,6 +361,7 @@ def alternatives_json(
         if option.fits:
             row |= {
                 "predicted_seconds": option.seconds,
+                "bound_seconds": option.bound_seconds,
                 "extra_seconds": option.seconds - alternatives[0].seconds,
             }
             row |= {

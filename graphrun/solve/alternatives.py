@@ -2,6 +2,10 @@
 
 They explain why the plan was chosen. Because the search has tolerances, an alternative may be
 faster. It then replaces the plan.
+
+A plan that already does what a directive demands is its own alternative. Another variant is first
+solved in less time (`graphrun.solve.frontier.quickly_solved`), and fully only if it may then be as
+fast as the plan.
 """
 
 from __future__ import annotations
@@ -15,12 +19,15 @@ from graphrun.model.least_memory import PhaseMinimum
 from graphrun.model.plan import Plan
 from graphrun.model.problem import ComponentNumbers, ComponentPlacement, Directive, Problem
 from graphrun.model.solution import Solution
+from graphrun.solve.frontier import quickly_solved
 from graphrun.solve.infeasible import refusal
 from graphrun.solve.pages import carried_over, solved
 
 SolveOrNone = Callable[[Problem], Solution | None]
 # directives to try, in this order; what each demands: `graphrun.model.problem.Directive`
 PLACEMENTS: tuple[ComponentPlacement, ...] = ("whole", "exclude", "drop", "keep")
+# relative difference of seconds that does not matter here
+NEAR = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +37,8 @@ class Alternative:
     ``permission``: what must be added to ``allow``; "" if nothing. ``refusal``: why the directive
     cannot be tried; "" if it can. If nothing fits: ``binding``, the budget that is too small;
     ``needs``, the phases that do not fit; ``smallest_budget_bytes``, the minimum VRAM. Otherwise:
-    simulated seconds and bytes of all runs, and whether the plan ``is_same_plan`` as the chosen
-    one.
+    simulated seconds and bytes of all runs, a lower bound on the seconds, and whether the plan
+    ``is_same_plan`` as the chosen one.
     """
 
     placement: ComponentPlacement | str
@@ -42,6 +49,7 @@ class Alternative:
     needs: tuple[PhaseMinimum, ...] = ()
     smallest_budget_bytes: int = 0
     seconds: float = 0.0
+    bound_seconds: float = 0.0
     moved_bytes: int = 0
     peak_bytes: int = 0
     is_same_plan: bool = False
@@ -49,6 +57,11 @@ class Alternative:
     @property
     def fits(self) -> bool:
         return not self.refusal and not self.binding
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether a longer search may find a plan that is faster by more than NEAR."""
+        return self.fits and self.bound_seconds * (1 + NEAR) < self.seconds
 
 
 def alternatives(
@@ -78,7 +91,7 @@ def alternatives(
     ]
     problems += _with_other_variants(solution, problem.component(component))
     results = [
-        _solved_alternative(alternative, new_problem, solve, step)
+        _solved_alternative(solution, alternative, new_problem, solve, step)
         for alternative, new_problem in problems
     ]
     candidates = (
@@ -145,6 +158,7 @@ def _as_plan(
 
 
 def _solved_alternative(
+    solution: Solution,
     alternative: Alternative,
     problem: Problem | None,
     solve: SolveOrNone,
@@ -153,8 +167,20 @@ def _solved_alternative(
     if problem is None:
         return alternative, None
     step(alternative.placement or alternative.variant)
-    if (solution := solve(problem)) is not None:
-        return alternative, solution
+    if not alternative.variant:
+        # the plan itself, if it already does what the directive demands
+        plan_solution = carried_over(problem, solution, solution.bound_seconds)
+        if plan_solution is not None and not plan_solution.excess_page_overheads():
+            return alternative, plan_solution
+    quick = quickly_solved(problem) if alternative.variant else None
+    if quick is not None and (
+        alternative.permission
+        or quick.gap <= NEAR
+        or quick.bound_seconds > solution.seconds * (1 + NEAR)
+    ):
+        return alternative, quick
+    if (result := solve(problem)) is not None:
+        return alternative, result
     infeasible = refusal(problem, suggestions=False)
     return replace(
         alternative,
@@ -172,6 +198,7 @@ def _simulated(alternative: Alternative, solution: Solution, best_plan: Plan) ->
     return replace(
         alternative,
         seconds=simulation.total_seconds,
+        bound_seconds=solution.bound_seconds,
         moved_bytes=simulation.total_moved_bytes,
         peak_bytes=simulation.peak_bytes,
         is_same_plan=is_same and not alternative.variant,

@@ -99,9 +99,14 @@ def _invalid_numbers(path: str, value: Any) -> Iterator[str]:
 
     `Variant.block_seconds` may be negative. `incoherent` checks fields that end in ``_phase``.
     """
+    if isinstance(value, str):
+        return
     if isinstance(value, tuple):
+        # most values are tuples of numbers, and most of these are valid
+        minimum = -_MOST if path.endswith(".block_seconds") else 0
         for item in value:
-            yield from _invalid_numbers(path, item)
+            if type(item) not in (int, float) or not minimum <= item <= _MOST:
+                yield from _invalid_numbers(path, item)
     elif is_dataclass(value) and not isinstance(value, PhaseTrace):
         name = getattr(value, "name", "")
         for field in fields(value):

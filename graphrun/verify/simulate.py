@@ -23,6 +23,7 @@ RAM (`HostMemory`), in bytes per slot:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain, groupby
 from operator import attrgetter
@@ -50,7 +51,7 @@ from graphrun.model.problem import (
     Use,
     Variant,
 )
-from graphrun.model.simulation import Simulation, SlotReport, TimeSpan
+from graphrun.model.simulation import RepeatedSpans, Simulation, SlotReport, TimeSpan
 from graphrun.model.splits import transfers
 from graphrun.trace import Event
 from graphrun.units import round_up
@@ -181,7 +182,7 @@ class _State:
         }
         self.resident = {key for name, blocks in start_blocks for key in self._keys(name, blocks)}
         self.now_seconds, self.touched_bytes = 0.0, self._device_bytes(self.resident)
-        self.spans: list[tuple[TimeSpan | Event, ...]] = []
+        self.spans: list[tuple[TimeSpan | RepeatedSpans | Event, ...]] = []
 
     def slot(self, index: int, slot: Slot) -> SlotReport:
         start = self.now_seconds
@@ -193,8 +194,10 @@ class _State:
         }
         self.resident -= set(evicted)
         calls, activation, values = self._works(index, slot, set(loads), ring_buffers)
-        works = [work for call in calls for work in call.works]
-        used_keys = {work.key for work in works}
+        # calls that run the same blocks share their works: by id, so that each is read once
+        work_lists = {id(call.works): call.works for call in calls}
+        call_counts = Counter(id(call.works) for call in calls)
+        used_keys = {work.key for works in work_lists.values() for work in works}
         prefetch_keys = (key for key in loads if key not in used_keys)
         weight_bytes = self._device_bytes(self.resident | set(loads))
         ring_buffer = sum(round_up(nbytes, ALLOCATION_BYTES) for nbytes in ring_buffers.values())
@@ -202,8 +205,13 @@ class _State:
         first_touch_seconds = self._first_touch_seconds(peak_bytes)
         self.now_seconds += first_touch_seconds
         value_copies, copies_from = self._value_copies(index, slot)
-        copied_keys = [*loads, *(work.key for work in works if work.source == "stream")]
-        disk = self._disk(slot, copied_keys)
+        streams = Counter[Key]()
+        for number, works in work_lists.items():
+            for work in works:
+                if work.source == "stream":
+                    streams[work.key] += call_counts[number]
+        copies = streams + Counter(loads)
+        disk = self._disk(slot, copies)
         transfers, hops = self._transfers(slot)
         line = Timeline(
             self.now_seconds,
@@ -229,38 +237,43 @@ class _State:
             ring_buffer_bytes=ring_buffer,
             activation_bytes=activation,
             values_bytes=values,
-            streamed_bytes=sum(
-                self.sizes[work.key].nbytes for work in works if work.source == "stream"
-            ),
+            streamed_bytes=sum(count * self.sizes[key].nbytes for key, count in streams.items()),
             loaded_bytes=sum(self.sizes[key].nbytes for key in loads),
             seconds=self.now_seconds - start,
             first_touch_seconds=first_touch_seconds,
-            compute_seconds=sum(work.seconds for work in works),
+            compute_seconds=sum(
+                call_counts[number] * sum(work.seconds for work in works)
+                for number, works in work_lists.items()
+            ),
             restored_bytes=sum(event.nbytes for event in value_copies if event.kind == "restore"),
             host_bytes=host,
             pinned_bytes=pinned,
-            disk_bytes_read=sum(
-                self.sizes[key].read_bytes
-                for key in (*(key for _, key, _, _ in disk.spans), *self._mapped(copied_keys))
-            ),
+            disk_bytes_read=sum(self.sizes[span.key].read_bytes for span in disk.spans)
+            + sum(
+                repeated.times * sum(self.sizes[span.key].read_bytes for span in repeated.spans)
+                for repeated in disk.repeated_spans
+            )
+            + sum(count * self.sizes[key].read_bytes for key, count in self._mapped(copies)),
             secondary_peaks=self._secondary_peaks(slot, self.resident | set(loads)),
         )
-        slot_spans: list[TimeSpan | Event] = [
-            *value_copies,
-            *(TimeSpan(kind, key, 0, begin, end) for kind, key, begin, end in disk.spans),
-            *line.copies,
-            *line.calls.values(),
-        ]
-        evictions = (TimeSpan("evict", key, 0, start, start) for key in evicted)
-        self.spans.append((*evictions, *sorted(slot_spans, key=attrgetter("start_seconds"))))
+        self.spans.append(
+            (
+                *(TimeSpan("evict", key, 0, start, start) for key in evicted),
+                *value_copies,
+                *disk.spans,
+                *disk.repeated_spans,
+                *line.copies,
+                *line.calls.values(),
+            )
+        )
         self.resident |= set(loads)
         return report
 
-    def _mapped(self, keys: Iterable[Key]) -> Iterator[Key]:
-        """Yield the ``keys`` whose copies read their file, without a channel of their own."""
-        for key in keys:
+    def _mapped(self, copies: Mapping[Key, int]) -> Iterator[tuple[Key, int]]:
+        """Yield the ``copies`` that read their file, without a channel of their own."""
+        for key, count in copies.items():
             if self.components[key[0]].variants[0].backing_store == "file":
-                yield key
+                yield key, count
 
     def _first_touch_seconds(self, peak_bytes: int) -> float:
         """Return the seconds in which a slot with ``peak_bytes`` writes new memory."""
@@ -285,8 +298,11 @@ class _State:
                 clock_seconds = end
         return copies, clock_seconds
 
-    def _disk(self, slot: Slot, copied_keys: Iterable[Key]) -> DiskChannel:
-        """Return the slot's disk channel: `Read` actions, and fetches for copies."""
+    def _disk(self, slot: Slot, copies: Mapping[Key, int]) -> DiskChannel:
+        """Return the slot's disk channel: `Read` actions, and fetches for copies.
+
+        ``copies``: how often each block is copied.
+        """
         reads = [
             key
             for action in slot.actions
@@ -299,7 +315,11 @@ class _State:
             for name, variant in variants.items()
             if variant.backing_store == "disk"
         }
-        fetch_bytes = sum(self.sizes[key].nbytes for key in copied_keys if key[0] in bounce_bytes)
+        fetch_bytes = sum(
+            count * self.sizes[key].nbytes
+            for key, count in copies.items()
+            if key[0] in bounce_bytes
+        )
         lock_end_seconds, clock_seconds = dict[str, float](), self.now_seconds
         for name in dict.fromkeys(key[0] for key in reads):
             if variants[name].locked_bytes:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphrun.model.ring_buffer import RingBuffer
+from graphrun.model.ring_buffer import RingBuffer, release_distances
 
 
 def test_two_blocks_of_half_the_ring_buffer_alternate() -> None:
@@ -79,3 +79,15 @@ def test_a_block_is_not_overwritten_before_its_release(sizes: list[int], spare: 
         assert all(end <= offset or offset + nbytes <= start for start, end in live.values())
         live[number] = (offset, offset + nbytes)
     assert all_numbers == list(range(len(all_numbers))), "first in, first out, each once"
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(0, 60), st.integers(1, 40))
+def test_distances_of_repeated_blocks_are_those_of_placing_each(
+    sizes: list[int], spare: int, repeats: int
+) -> None:
+    capacity, blocks = max(sizes) + spare, sizes * repeats
+    ring_buffer, distances = RingBuffer(capacity), list[int]()
+    for number, sizes_of_two in enumerate(pairwise([*blocks, 0])):
+        numbers = ring_buffer.place(*sizes_of_two).released_numbers
+        distances.append(number - numbers[-1] if numbers else 0)
+    assert release_distances(capacity, tuple(sizes), repeats) == tuple(distances)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from planner_problems import GIB, component, flux, problem
+from test_plan_texts import PLANS, problem_of
 
 from graphrun.errors import PlanError
-from graphrun.model.plan import parse
+from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import PhaseNumbers, Problem, Use
 from graphrun.model.simulation import Simulation
 from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate
+from graphrun.verify.timeline import Timeline
 
 K = 1024
 
@@ -210,3 +214,51 @@ def test_a_run_takes_at_least_its_copies_and_its_compute(budget: int) -> None:
     )
     assert max(stage.peak_bytes for stage in stages) == simulation.peak_bytes
     assert simulation.seconds <= 1.03 * solution.objective_seconds
+
+
+def unskipped(problem: Problem, plan: Plan) -> Simulation:
+    """Simulate every round of calls one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Timeline, "_skip_repetitions", lambda *_: 0)
+        return simulate(problem, plan)
+
+
+def assert_same(first: Simulation, second: Simulation) -> None:
+    assert first.seconds == pytest.approx(second.seconds, rel=1e-9)
+    events = [
+        sorted((e.slot, e.kind, e.component, e.detail, e.start_seconds) for e in simulation.events)
+        for simulation in (first, second)
+    ]
+    assert [e[:4] for e in events[0]] == [e[:4] for e in events[1]]
+    starts = [[e[4] for e in simulation_events] for simulation_events in events]
+    assert starts[0] == pytest.approx(starts[1], rel=1e-9, abs=1e-12)
+
+
+@given(
+    st.integers(2, 40),
+    st.floats(0.01, 4.0),
+    st.floats(0.01, 4.0),
+    st.integers(2, 6),
+    st.integers(0, 3),
+)
+def test_rounds_that_repeat_earlier_ones_take_the_seconds_of_running_each(
+    calls: int, copy_seconds: float, compute_seconds: float, depth: int, resident_count: int
+) -> None:
+    text = STREAMED.replace("2 KiB", f"{depth} KiB").replace("x2", f"x{calls - 1}")
+    if resident_count:
+        blocks = f"big[0-{resident_count - 1}]" if resident_count > 1 else "big[0]"
+        text = text.replace(" load\n", f" load\n  load dit {blocks} from pinned\n", 1)
+        text = text.replace("keep none", f"keep {blocks}")
+    instance = example_problem(calls, copy_seconds, compute_seconds)
+    plan = parse(f"plan x\n{text}")
+    assert_same(simulate(instance, plan), unskipped(instance, plan))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "gib", "ram_gib"), PLANS)
+def test_plans_of_models_take_the_seconds_of_running_every_round(
+    name: str, gib: int, ram_gib: int
+) -> None:
+    instance = problem_of(name, gib, ram_gib)
+    plan = solve(instance).plan
+    assert_same(simulate(instance, plan), unskipped(instance, plan))
