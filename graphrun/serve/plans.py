@@ -59,8 +59,6 @@ class Plans:
     def start(self) -> None:
         """Start the planner process, and plan each graph at its defaults."""
         self._start_planner()
-        for name in self._graphs:
-            self._plan_default(name)
 
     def close(self) -> None:
         self._closed = True
@@ -68,13 +66,16 @@ class Plans:
             self._planner.stop()
 
     @property
-    def ready(self) -> bool:
-        """Whether each graph has been planned at its defaults."""
-        return all(
-            future.done()
-            for (shape, share), future in self.shapes.items()
-            if share == WHOLE and shape in self.defaults.values()
-        )
+    def lacks(self) -> list[str]:
+        """Why graphs have no plan at their defaults; empty if each has one."""
+        reasons = {name: self._lack((shape, WHOLE)) for name, shape in self.defaults.items()}
+        return [f"{name} {reason}" for name, reason in reasons.items() if reason]
+
+    def _lack(self, key: ShapeKey) -> str:
+        future = self.shapes.get(key)
+        if future is None or not future.done():
+            return "is not planned yet"
+        return "" if future.exception() is None else "has no plan"
 
     @property
     def _is_idle(self) -> bool:
@@ -128,6 +129,11 @@ class Plans:
         for old in spare[: max(0, len(self.shapes) - KEPT_SHAPES)]:
             del self.shapes[old]
         return self.shapes[key]
+
+    def plan_defaults(self) -> None:
+        """Plan each graph at its defaults."""
+        for name in self._graphs:
+            self._plan_default(name)
 
     def _plan_default(self, name: str, share: float = WHOLE) -> None:
         self.shape(self.defaults[name], self._graphs[name].for_planning({}), share)
@@ -184,6 +190,7 @@ class Plans:
     def _start_planner(self) -> None:
         if not self._closed:
             self._planner = Child(plan_forever, self._settings, self.hear, self._planner_died)
+            self.plan_defaults()
 
     def hear(self, kind: str, key: ShapeKey, **content: Any) -> None:
         """Take a message of the planner about the shape ``key``."""

@@ -302,13 +302,15 @@ def health(service: Service) -> APIRouter:
 
     @router.get("/readyz")
     async def readiness() -> Response:
-        """Whether requests are run: 503 while the server starts, warms up or stops, and while the
-        worker is started again."""
-        return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
+        """Whether requests are run: 503 with the reasons while the server starts, warms up or
+        stops, while the worker is started again, and if a graph has no plan."""
+        if reasons := service.unready:
+            return JSONResponse({"ready": False, "reasons": reasons}, 503)
+        return JSONResponse({"ready": True})
 
     @router.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
-        service.metrics.ready.set(service.ready)
+        service.metrics.ready.set(not service.unready)
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     return router

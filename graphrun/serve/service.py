@@ -17,7 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from graphrun.errors import InputError
-from graphrun.serve.bodies import PictureRequest, body_model, picture_inputs
+from graphrun.graph.graph import Graph
+from graphrun.serve.bodies import (
+    VIDEO,
+    PictureRequest,
+    body_model,
+    makes_videos,
+    picture_inputs,
+)
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
 from graphrun.serve.keys import Rates, read_keys
@@ -29,6 +36,8 @@ from graphrun.serve.plans import RESTART_SECONDS, Plans, ignore_error
 from graphrun.serve.records import JobRecords
 from graphrun.serve.runs import RunQueue
 from graphrun.serve.settings import Settings
+
+WARM_SECONDS = 30.0  # until a graph that could not be warmed is tried again
 
 
 class Service:
@@ -50,7 +59,9 @@ class Service:
         self.draining = False
         self._unplanned = 0  # requests waiting for a plan
         self.keys, self._rates = settings.keys, Rates()
-        self._warmed, self._tasks = not settings.warms, list[asyncio.Future[None]]()
+        # graphs that are to make a picture before the server is ready
+        self._cold = set(self.graphs if settings.warms else ())
+        self._tasks = list[asyncio.Future[None]]()
         # done when all requests are cancelled
         self._stopped = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
@@ -85,27 +96,42 @@ class Service:
     async def _warm(self) -> None:
         """Make one picture at its defaults with every graph that requires no picture as input.
 
-        Then the server is ready.
+        Then the server is ready. What failed is tried again, unless the request was refused.
         """
         for graph in self.graphs.values():
             if any(graph.inputs[name].required for name in picture_inputs(graph)):
-                continue
-            shape, inputs = self.plans.defaults[graph.name], graph.for_planning({})
-            request = PictureRequest(graph.name, shape, (inputs,), ".png", as_url=False)
-            folder = self.settings.folder / f"warm-{graph.name}"
-            try:
-                plan, share = await self._plan_patiently(request)
-                job = Job(request, "", folder, preview_wanted=False)
-                await self._admit(job, plan, share, is_bounded=False).end()
-            except Refused as error:
-                log("warming failed", graph=graph.name, error=error.message)
-        self._warmed = True
+                self._cold.discard(graph.name)
+        names = sorted(self._cold)
+        while names and not self.draining:
+            names = [name for name in names if await self._warm_fails(self.graphs[name])]
+            await asyncio.sleep(WARM_SECONDS if names else 0)
+
+    async def _warm_fails(self, graph: Graph) -> bool:
+        """Make a picture with ``graph``; return whether to try again."""
+        shape, inputs = self.plans.defaults[graph.name], graph.for_planning({})
+        suffix = VIDEO if makes_videos(graph) else ".png"
+        request = PictureRequest(graph.name, shape, (inputs,), suffix, as_url=False)
+        folder = self.settings.folder / f"warm-{graph.name}"
+        try:
+            plan, share = await self._plan_patiently(request)
+            job = Job(request, "", folder, preview_wanted=False)
+            await self._admit(job, plan, share, is_bounded=False).end()
+        except Refused as error:
+            log("warming failed", graph=graph.name, error=error.message)
+            return error.status >= 500
+        self._cold.discard(graph.name)
+        return False
 
     @property
-    def ready(self) -> bool:
-        """Whether a request sent now would run; with ``warms``, without loading weights first."""
-        is_up = self.queue.ready and self._warmed and not self.draining
-        return is_up and self.plans.ready
+    def unready(self) -> list[str]:
+        """Why a request sent now would not run, or with ``warms`` would load weights first; empty
+        if it would."""
+        return [
+            *(["the server stops"] if self.draining else []),
+            *([] if self.queue.ready else ["the worker starts"]),
+            *self.plans.lacks,
+            *(f"{name} has made no picture yet" for name in sorted(self._cold)),
+        ]
 
     async def drain(self) -> None:
         """Refuse new requests; wait up to ``drain_seconds`` for admitted ones, then cancel them.
