@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,9 +20,6 @@ from graphrun.errors import InputError
 from graphrun.extras import install_command
 from graphrun.limits import LIMITS
 from graphrun.units import parse_seconds, parse_size
-
-if TYPE_CHECKING:
-    from graphrun.graph.graph import Graph
 
 SHARED = (
     "vram",
@@ -65,8 +61,7 @@ def serve(
     keys: Annotated[
         Path | None,
         option(
-            "File of API keys: a name, a SHA-256 and optionally 30/min a line. SIGHUP reads "
-            "it again.",
+            "File of API keys: a name, a SHA-256 and optionally 30/min a line.",
             "FILE",
         ),
     ] = None,
@@ -134,6 +129,13 @@ def serve(
             "FOLDER",
         ),
     ] = None,
+    loras: Annotated[
+        Path | None,
+        option(
+            "Folder of LoRAs (NAME.safetensors) that requests may name.",
+            "FOLDER",
+        ),
+    ] = None,
     warm: Annotated[
         bool,
         typer.Option(
@@ -153,12 +155,12 @@ def serve(
     """
     _require_packages()
     from graphrun.serve.server import serve as run
-    from graphrun.serve.settings import Bounds, Settings
+    from graphrun.serve.settings import Bounds, Settings, refuse_graphs
 
     if log not in ("text", "json"):
         raise InputError(f"--log {log!r} is not known; use text or json")
     access = _access(host, keys, allow_host or (), allow_origin or ())
-    _refuse_graphs([load(path, options) for path in graphs])
+    refuse_graphs([load(path, options) for path in graphs])
     bounds = Bounds(
         parse_size(max_body, name="--max-body"),
         parse_size(max_upload, name="--max-upload"),
@@ -187,6 +189,7 @@ def serve(
             connections=connections,
             state=state,
             warms=warm,
+            loras=loras and loras.resolve(),
             log_as_json=log == "json",
             **access,
             **_devices(options, cluster, cache),
@@ -226,23 +229,6 @@ def _access(
         "allow_hosts": hosts,
         "allow_origins": origins,
     }
-
-
-def _refuse_graphs(graphs: Sequence[Graph]) -> None:
-    """Raise InputError for a graph that makes no pictures or videos, and for a name twice."""
-    for graph in graphs:
-        graph.refuse_list()
-        kinds = graph.kinds().values()
-        if not {"image", "video"}.intersection(kinds):
-            raise InputError(
-                f"{graph.name} makes {', '.join(kinds)}, and no pictures or videos: leave it out"
-            )
-    counts = Counter(graph.name for graph in graphs)
-    if duplicates := sorted(name for name, count in counts.items() if count > 1):
-        raise InputError(
-            f"two graphs are called {', '.join(duplicates)}: leave one out, or change name: in "
-            "one of the files"
-        )
 
 
 def _devices(options: PlanOptions, cluster: Path | None, cache: Path) -> dict[str, Any]:

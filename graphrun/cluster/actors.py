@@ -377,6 +377,11 @@ class ClusterRunner(contextlib.ExitStack):
             self._ray = self.enter_context(ray_connection(self._cluster))
         return self._ray
 
+    def reload(self, allow: Sequence[str]) -> None:
+        """Load the weights of the next requests even if they are placed as before. ``allow``: what
+        their plans may choose."""
+        self.placement, self._arguments["allow"] = None, tuple(allow)
+
     def place(self, graph: Graph, requests: Sequence[Request]) -> Placement:
         """Return the placement for ``requests``, cached."""
         inputs, items = requests[0].inputs, self._items or len(requests)

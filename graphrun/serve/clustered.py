@@ -48,6 +48,7 @@ class ClusterWorker(RequestWorker):
         )
         self._batch: Batch | None = None  # the current batch
         self._past_seconds = 0.0  # seconds of earlier batches
+        self._loaded_weights: tuple[object, ...] = ()  # of the variant that ran last
         self._warm = set[str]()  # devices that ran since the placement last changed
 
     def close(self) -> None:
@@ -93,8 +94,12 @@ class ClusterWorker(RequestWorker):
         from graphrun.batch.requests import Request
         from graphrun.serve.together import RunFigures, save_pictures
 
-        settings, graph = self._settings, self._graphs[budget.group[0]]
+        graph = self._variants.graph_of(budget.variant)
+        settings = budget.variant.settings_of(self._settings, graph)
         allow = graph.allowed(settings.budgets.get("allow", ()))
+        if budget.variant.weights != self._loaded_weights:
+            self._runner.reload(allow)
+            self._loaded_weights = budget.variant.weights
 
         def elsewhere(
             graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from graphrun.graph.graph import Graph
+from graphrun.serve.catalog import Catalog
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
 from graphrun.serve.log import log
@@ -33,9 +33,9 @@ class JobRecords:
         if self.store is not None:
             self.store.close()
 
-    def restore(self, graphs: Mapping[str, Graph]) -> list[Job]:
+    def restore(self, catalog: Catalog) -> list[Job]:
         """Read the stored jobs, and return those that have not ended."""
-        for job in self.store.jobs(graphs) if self.store is not None else ():
+        for job in self.store.jobs(catalog) if self.store is not None else ():
             self._remember(job)
         waiting_jobs = [job for job in self.jobs.values() if not job.ended]
         if self.jobs:

@@ -362,11 +362,19 @@ async def _submitted(
 
 
 def _schema(service: Service, route: Route) -> dict[str, Any]:
-    """Return the OpenAPI entries of the bodies of ``route``."""
-    models = [
-        model
-        for model in service.bodies.values()
-        if makes_videos(model.graph) == (route == "videos")
-        and (route != "edits" or picture_inputs(model.graph))
-    ]
-    return body_schema(models, *CONTENT_TYPES[route])
+    """Return the OpenAPI entries of the bodies of ``route``, which change when the server has read
+    its graphs again."""
+    entries = dict[str, Any]()
+
+    def update() -> None:
+        models = [
+            model
+            for model in service.bodies.values()
+            if makes_videos(model.graph) == (route == "videos")
+            and (route != "edits" or picture_inputs(model.graph))
+        ]
+        entries.update(body_schema(models, *CONTENT_TYPES[route]))
+
+    update()
+    service.on_reload.append(update)
+    return entries

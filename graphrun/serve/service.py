@@ -13,18 +13,15 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from graphrun.errors import InputError
+from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.graph import Graph
-from graphrun.serve.bodies import (
-    VIDEO,
-    PictureRequest,
-    body_model,
-    makes_videos,
-    picture_inputs,
-)
+from graphrun.serve.bodies import VIDEO, Body, PictureRequest, makes_videos, picture_inputs
+from graphrun.serve.catalog import Catalog, GraphVariant
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
 from graphrun.serve.keys import Rates, read_keys
@@ -37,6 +34,7 @@ from graphrun.serve.records import JobRecords
 from graphrun.serve.runs import RunQueue
 from graphrun.serve.settings import Settings
 
+T = TypeVar("T")
 WARM_SECONDS = 30.0  # until a graph that could not be warmed is tried again
 
 
@@ -47,12 +45,9 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings, self.metrics, self.line = settings, Metrics(), Line()
         self.created = int(time.time())
-        self.graphs = settings.loaded_graphs()
-        self.bodies = {
-            graph.name: body_model(graph, settings.bounds) for graph in self.graphs.values()
-        }
+        self.catalog = Catalog.read(settings)
         self.records = JobRecords(settings.state)
-        self.plans = Plans(settings, self.graphs, self.metrics, self.line)
+        self.plans = Plans(settings, self.catalog, self.metrics, self.line)
         self.queue = RunQueue(
             settings, self.metrics, self.line, self.records, self.plans.arrange, self._note_idle
         )
@@ -62,10 +57,22 @@ class Service:
         # graphs that are to make a picture before the server is ready
         self._cold = set(self.graphs if settings.warms else ())
         self._tasks = list[asyncio.Future[None]]()
+        self._reloading = asyncio.Lock()
+        self.on_reload = list[Callable[[], None]]()  # called when there is another catalog
         # done when all requests are cancelled
         self._stopped = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def graphs(self) -> Mapping[str, Graph]:
+        """The graphs that are served, by name."""
+        return self.catalog.graphs
+
+    @property
+    def bodies(self) -> Mapping[str, type[Body]]:
+        """The models of requests, by graph."""
+        return self.catalog.bodies
 
     # -- life
 
@@ -73,7 +80,7 @@ class Service:
         """Start the worker and planner processes, and plan each graph at its defaults."""
         self.queue.start()
         self.plans.start()
-        waiting_jobs = self.records.restore(self.graphs)
+        waiting_jobs = self.records.restore(self.catalog)
         self._tasks.append(asyncio.ensure_future(self._restore(waiting_jobs)))
         if self.settings.warms:
             self._tasks.append(asyncio.ensure_future(self._warm()))
@@ -83,7 +90,7 @@ class Service:
         for job in waiting_jobs:
             with self._at_work():
                 try:
-                    plan, share = await self._plan_patiently(job.request)
+                    plan, share = await self._patiently(partial(self._plan, job.request))
                 except Refused as error:
                     if self.draining:
                         return  # the next server plans it
@@ -110,10 +117,12 @@ class Service:
         """Make a picture with ``graph``; return whether to try again."""
         shape, inputs = self.plans.defaults[graph.name], graph.for_planning({})
         suffix = VIDEO if makes_videos(graph) else ".png"
-        request = PictureRequest(graph.name, shape, (inputs,), suffix, as_url=False)
+        request = PictureRequest(
+            graph.name, shape, (inputs,), suffix, as_url=False, definition=graph
+        )
         folder = self.settings.folder / f"warm-{graph.name}"
         try:
-            plan, share = await self._plan_patiently(request)
+            plan, share = await self._patiently(partial(self._plan, request))
             job = Job(request, "", folder, preview_wanted=False)
             await self._admit(job, plan, share, is_bounded=False).end()
         except Refused as error:
@@ -163,8 +172,13 @@ class Service:
             self._stopped.set_result(None)
         self.queue.cancel_all()
 
-    def reload_keys(self) -> None:
-        """Read the file of API keys again. If it is malformed, the present keys stay."""
+    def reload(self) -> None:
+        """Read the file of API keys, the graph files and the folder of LoRAs again. What is wrong
+        stays as it is."""
+        self._reload_keys()
+        self._tasks.append(asyncio.ensure_future(self._reload_graphs()))
+
+    def _reload_keys(self) -> None:
         if self.settings.keys_file is None:
             return
         try:
@@ -172,6 +186,25 @@ class Service:
             log("keys read", keys=len(self.keys))
         except InputError as error:
             log("keys refused", error=error)
+
+    async def _reload_graphs(self) -> None:
+        """Read the graph files and the folder of LoRAs again, and use them once every graph that
+        changed has a plan at its defaults. Admitted requests keep their graph."""
+        async with self._reloading:
+            previous = self.catalog
+            try:
+                catalog = await asyncio.to_thread(Catalog.read, self.settings, previous)
+                names = [name for name in catalog.graphs if catalog.is_newer(name, previous)]
+                for name in names:
+                    await self._patiently(partial(self._plan_default, catalog.variants[name]))
+            except (GraphrunError, Refused) as error:
+                log("graphs refused", error=error)
+                return
+            self.plans.use(catalog)
+            self.catalog = catalog
+            for use in self.on_reload:
+                use()
+            log("graphs read", changed=", ".join(names), loras=len(catalog.loras))
 
     async def idle(self) -> None:
         await self._idle.wait()
@@ -226,15 +259,18 @@ class Service:
             plan, share = await self._plan(job.request)
             return self._admit(job, plan, share)
 
-    async def _plan_patiently(self, request: PictureRequest) -> tuple[PlannedShape, float]:
-        """Return what `_plan` returns, also if the planner is busy or starts again."""
+    async def _patiently(self, plan: Callable[[], Awaitable[T]]) -> T:
+        """Return what ``plan`` returns, also if the planner is busy or starts again."""
         while True:
             try:
-                return await self._plan(request)
+                return await plan()
             except Refused as error:
                 if error.retry_seconds is None or self.draining:
                     raise
             await asyncio.sleep(RESTART_SECONDS)
+
+    async def _plan_default(self, variant: GraphVariant) -> None:
+        await asyncio.shield(self.plans.plan_default(variant))
 
     async def _plan(self, request: PictureRequest) -> tuple[PlannedShape, float]:
         """Return the plan for ``request``, and its share of the budgets. Raises Refused as

@@ -21,9 +21,8 @@ from typing import Any
 
 from graphrun import __version__
 from graphrun.errors import InputError
-from graphrun.graph.graph import Graph
-from graphrun.graph.settings import settings_of
-from graphrun.serve.bodies import PictureRequest
+from graphrun.serve.bodies import PictureRequest, RequestShape, lora_uses, shape_of
+from graphrun.serve.catalog import Catalog
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import ENDED, Job
 from graphrun.systems import take_lock
@@ -100,6 +99,7 @@ class JobStore:
             "runs": job.request.runs,
             "suffix": job.request.suffix,
             "as_url": job.request.as_url,
+            "loras": [{"name": use.name, "scale": use.scale} for use in job.request.shape.loras],
         }
         self._database.execute(
             "INSERT INTO jobs (id, owner, created, key, body, request, state, error)"
@@ -146,10 +146,10 @@ class JobStore:
 
     # -- at the start of a server
 
-    def jobs(self, graphs: Mapping[str, Graph]) -> Iterator[Job]:
+    def jobs(self, catalog: Catalog) -> Iterator[Job]:
         """Yield all jobs in the order of their admission, and delete files of no job.
 
-        A job that has not ended is waiting. It has failed if ``graphs`` no longer accepts it.
+        A job that has not ended is waiting. It has failed if ``catalog`` no longer accepts it.
         """
         rows = self._database.execute(
             "SELECT number, id, owner, created, key, body, request, state, error FROM jobs"
@@ -162,17 +162,21 @@ class JobStore:
         for number, id, owner, created, key, body, request, state, error in rows:
             fields = json.loads(request)
             refusal, graph = Refused(**json.loads(error)) if error else None, fields["graph"]
+            shape, definition = RequestShape(graph, ()), catalog.graphs.get(graph)
             if state not in ENDED:
-                refusal = _no_longer_accepted(fields, graphs)
+                try:
+                    shape = _accepted_shape(fields, catalog)
+                except Refused as reason:
+                    refusal = reason
                 state = "waiting" if refusal is None else "failed"
-            settings = settings_of(graphs[graph], fields["runs"][0]) if graph in graphs else ()
             job = Job(
                 PictureRequest(
                     graph,
-                    (graph, settings),
+                    shape,
                     tuple(fields["runs"]),
                     fields["suffix"],
                     fields["as_url"],
+                    definition=definition,
                 ),
                 owner,
                 self.folder_of(id),
@@ -202,18 +206,22 @@ class JobStore:
             yield job
 
 
-def _no_longer_accepted(fields: Mapping[str, Any], graphs: Mapping[str, Graph]) -> Refused | None:
-    """Return why the server cannot run a stored request, None if it can."""
+def _accepted_shape(fields: Mapping[str, Any], catalog: Catalog) -> RequestShape:
+    """Return the shape of a stored request. Raises Refused if the server cannot run it."""
     name = fields["graph"]
-    if name not in graphs:
+    if name not in catalog.graphs:
         text = f"the server was started again without {name}"
-        return Refused(404, text, "model_not_found", param="model")
+        raise Refused(404, text, "model_not_found", param="model")
+    graph = catalog.graphs[name]
     try:
         for inputs in fields["runs"]:
-            graphs[name].resolve(inputs)
-    except InputError as error:
-        return Refused(422, f"the server was started again with another {name}: {error}", "invalid")
-    return None
+            graph.resolve(inputs)
+        available = catalog.bodies[name].available_loras
+        uses = lora_uses(graph, available, fields.get("loras", []))
+    except (InputError, ValueError) as error:
+        text = f"the server was started again with another {name}: {error}"
+        raise Refused(422, text, "invalid") from None
+    return shape_of(graph, fields["runs"][0], catalog.editions[name], uses)
 
 
 def _result_of(entries: dict[str, Any]) -> dict[str, Any]:
