@@ -80,6 +80,18 @@ def serve(
             "ORIGIN",
         ),
     ] = None,
+    allow_webhook: Annotated[
+        NameList,
+        option(
+            "Let jobs name webhooks of this origin, at any path: https://hooks.example.com. "
+            "Repeatable.",
+            "ORIGIN",
+        ),
+    ] = None,
+    webhook_secret: Annotated[
+        Path | None,
+        option("File with the whsec_... that signs webhooks.", "FILE"),
+    ] = None,
     queue: Annotated[
         str,
         typer.Option(help="Refuse requests whose predicted wait is longer.", metavar="TIME"),
@@ -190,6 +202,7 @@ def serve(
             state=state,
             warms=warm,
             loras=loras and loras.resolve(),
+            **_webhooks(allow_webhook or (), webhook_secret),
             log_as_json=log == "json",
             **access,
             **_devices(options, cluster, cache),
@@ -199,7 +212,7 @@ def serve(
 
 def _require_packages() -> None:
     """Raise InputError if packages of the extra ``serve`` are not installed."""
-    names = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+    names = ("fastapi", "httpx", "uvicorn", "prometheus_client", "python_multipart")
     if missing_names := [name for name in names if find_spec(name) is None]:
         raise InputError(f"{', '.join(missing_names)} not installed: {install_command('serve')}")
 
@@ -229,6 +242,19 @@ def _access(
         "allow_hosts": hosts,
         "allow_origins": origins,
     }
+
+
+def _webhooks(origins: Iterable[str], secret: Path | None) -> dict[str, Any]:
+    """Return the `Settings` for webhooks. Raises InputError for origins without a secret."""
+    from graphrun.serve.webhooks import MAKE, read_secrets, webhook_origin
+
+    values = tuple(map(webhook_origin, origins))
+    if values and secret is None:
+        raise InputError(
+            "--allow-webhook without --webhook-secret FILE: receivers could not know who calls; "
+            f"this prints a secret: {MAKE}"
+        )
+    return {"webhooks": values, "webhook_keys": read_secrets(secret) if secret else ()}
 
 
 def _devices(options: PlanOptions, cluster: Path | None, cache: Path) -> dict[str, Any]:

@@ -106,7 +106,8 @@ class RequestShape(NamedTuple):
 class PictureRequest:
     """A request. ``definition``: the graph, without the LoRAs of ``shape``; None for a stored
     request that has ended. ``runs``: the complete inputs of each output. ``suffix``: of its file;
-    `VIDEO` for videos. ``as_url``: answer with URLs."""
+    `VIDEO` for videos. ``as_url``: answer with URLs. ``webhook``: the address to call when the
+    request has ended."""
 
     graph: str
     shape: RequestShape
@@ -115,6 +116,7 @@ class PictureRequest:
     as_url: bool
     streams: bool = False
     partial_images: int = 0
+    webhook: str = ""
     definition: Graph | None = field(kw_only=True, compare=False)
 
 
@@ -172,6 +174,10 @@ class Body(BaseModel):
     stream: Truth = Field(False, description="Answer with server-sent events, as OpenAI does.")
     partial_images: Whole = Field(
         0, ge=0, le=MOST_PARTIAL, description="With stream: most previews before the end."
+    )
+
+    webhook: str = Field(
+        "", description="For jobs and videos: an address to POST to when they have ended."
     )
 
     @model_validator(mode="before")
@@ -245,6 +251,7 @@ class Body(BaseModel):
             self.response_format == "url",
             self.stream,
             self.partial_images,
+            self.webhook,
             definition=graph,
         )
 

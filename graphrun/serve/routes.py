@@ -108,6 +108,8 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
         folder, job = _folder(service), None
         try:
             generation = await picture_request(request, route, folder)
+            if generation.webhook:
+                raise bad("webhook", "this answer has the pictures: send it to /v1/jobs")
             preview = bool(generation.partial_images)
             submission = service.submit(generation, owner, folder, preview=preview)
             job = await unless_gone(request, submission)

@@ -46,7 +46,7 @@ class Service:
         self.settings, self.metrics, self.line = settings, Metrics(), Line()
         self.created = int(time.time())
         self.catalog = Catalog.read(settings)
-        self.records = JobRecords(settings.state)
+        self.records = JobRecords(settings.state, settings.webhooks, settings.webhook_keys)
         self.plans = Plans(settings, self.catalog, self.metrics, self.line)
         self.queue = RunQueue(
             settings, self.metrics, self.line, self.records, self.plans.arrange, self._note_idle
@@ -241,6 +241,8 @@ class Service:
         ``body``: the digest of the request's body. Raises Refused as `submit`, and 422 if the key
         came with another body.
         """
+        if request.webhook:
+            self.records.webhooks.check(request.webhook)
         if (earlier_job := await self.records.earlier_job(owner, key, body)) is not None:
             return earlier_job
         id = secrets.token_urlsafe(16)

@@ -48,7 +48,8 @@ class Settings:
     ``allow_origins``: as in `graphrun.serve.origins`. ``state``: the folder of a `JobStore`; None:
     jobs end with the server. ``warms``: the server is ready once every graph has made a picture.
     ``log_as_json``: as in `graphrun.serve.log`. ``loras``: the folder of LoRAs that requests may
-    name; None: none.
+    name; None: none. ``webhooks`` and ``webhook_keys``: the origins and keys of
+    `graphrun.serve.webhooks.Webhooks`.
     """
 
     graphs: tuple[Path, ...]
@@ -74,6 +75,8 @@ class Settings:
     warms: bool = False
     log_as_json: bool = False
     loras: Path | None = None
+    webhooks: tuple[str, ...] = ()
+    webhook_keys: tuple[bytes, ...] = field(default=(), repr=False)
 
     def loaded_graphs(self) -> dict[str, Graph]:
         """Read the graph files. Raises InputError for a file that is wrong, and for a graph that

@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from graphrun.serve.bodies import PictureRequest, RequestShape, lora_uses, shape
 from graphrun.serve.catalog import Catalog
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import ENDED, Job
+from graphrun.serve.webhooks import Delivery
 from graphrun.systems import take_lock
 from graphrun.trace import Overrun
 
@@ -38,6 +39,8 @@ CREATE TABLE IF NOT EXISTS runs (
     job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE, result TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS pictures (
     job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE, content BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS deliveries (
+    id TEXT PRIMARY KEY, url TEXT NOT NULL, body TEXT NOT NULL, tries INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS runs_of_job ON runs (job);
 CREATE INDEX IF NOT EXISTS pictures_of_job ON pictures (job);
 """
@@ -99,6 +102,7 @@ class JobStore:
             "runs": job.request.runs,
             "suffix": job.request.suffix,
             "as_url": job.request.as_url,
+            "webhook": job.request.webhook,
             "loras": [{"name": use.name, "scale": use.scale} for use in job.request.shape.loras],
         }
         self._database.execute(
@@ -132,13 +136,32 @@ class JobStore:
                     (job.id,),
                 )
 
-    def end(self, job: Job) -> None:
-        """Write how ``job`` ended."""
+    def end(self, job: Job, delivery: Delivery | None = None) -> None:
+        """Write how ``job`` ended, and the ``delivery`` of its webhook."""
         error = {} if job.error is None else _as_json(job.error)
+        with self._database:  # all of it, or nothing
+            self._database.execute("BEGIN IMMEDIATE")
+            self._database.execute(
+                "UPDATE jobs SET state = ?, error = ? WHERE id = ?",
+                (job.state, json.dumps(error) if error else "", job.id),
+            )
+            if delivery is not None:
+                self.put_delivery(delivery)
+
+    def put_delivery(self, delivery: Delivery) -> None:
+        """Write ``delivery``, or how often it has failed."""
         self._database.execute(
-            "UPDATE jobs SET state = ?, error = ? WHERE id = ?",
-            (job.state, json.dumps(error) if error else "", job.id),
+            "INSERT OR REPLACE INTO deliveries VALUES (?, ?, ?, ?)", astuple(delivery)
         )
+
+    def drop_delivery(self, delivery: Delivery) -> None:
+        """Delete a delivery that arrived or is given up."""
+        self._database.execute("DELETE FROM deliveries WHERE id = ?", (delivery.id,))
+
+    def deliveries(self) -> list[Delivery]:
+        """Return the deliveries that have not arrived."""
+        rows = self._database.execute("SELECT id, url, body, tries FROM deliveries").fetchall()
+        return [Delivery(*row) for row in rows]
 
     def remove(self, job: Job) -> None:
         """Delete an ended job."""
@@ -146,10 +169,11 @@ class JobStore:
 
     # -- at the start of a server
 
-    def jobs(self, catalog: Catalog) -> Iterator[Job]:
+    def jobs(self, catalog: Catalog, end: Callable[[Job], None] | None = None) -> Iterator[Job]:
         """Yield all jobs in the order of their admission, and delete files of no job.
 
-        A job that has not ended is waiting. It has failed if ``catalog`` no longer accepts it.
+        A job that has not ended is waiting. It has failed if ``catalog`` no longer accepts it;
+        ``end`` (None: `end`) is called then.
         """
         rows = self._database.execute(
             "SELECT number, id, owner, created, key, body, request, state, error FROM jobs"
@@ -176,6 +200,7 @@ class JobStore:
                     tuple(fields["runs"]),
                     fields["suffix"],
                     fields["as_url"],
+                    webhook=fields.get("webhook", ""),
                     definition=definition,
                 ),
                 owner,
@@ -202,7 +227,7 @@ class JobStore:
                 )
             ]
             if refusal is not None and not error:
-                self.end(job)
+                (end or self.end)(job)
             yield job
 
 
