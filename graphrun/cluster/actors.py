@@ -11,6 +11,7 @@ import functools
 import gc
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,10 +133,10 @@ class _Actor:
             for visit in visits
         ]
         values, report = self._open_worker(segment).run(local_visits)
-        return *values, report
+        return *values, replace(report, process=os.getpid())
 
     def load_ahead(self, segment: Sequence[Any]) -> Report:
-        return self._open_worker(segment).load_ahead()
+        return replace(self._open_worker(segment).load_ahead(), process=os.getpid())
 
     def _open_worker(self, segment: Sequence[Any]) -> StageWorker:
         if self._worker is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrun import api
 from graphrun.batch.watch import LeftOut, Watcher
+from graphrun.serve.log import note
 from graphrun.serve.settings import Settings
 from graphrun.serve.worker import Cancelled, GraphShare, RequestWorker, SessionBudget, work_forever
 
@@ -184,6 +185,9 @@ class _ClusterWatcher(Watcher):
         if self._is_cancelled(run.id):
             raise LeftOut("cancelled")
         self._notify("step", id=run.id, stage=stages[0], done=0, steps=0)
+
+    def restarts_on(self, device: str) -> None:
+        note(f"{device}: its process ended and was started again")
 
     def left_out(self, request: Request) -> None:
         run = self._runs[request.number - 1]
