@@ -47,7 +47,8 @@ class Batch:
 
     ``outputs`` and ``errors`` are by request number; outputs that went to a sink are not included.
     ``done_before``: requests that an earlier process finished. ``lanes``: the runs on the devices
-    of a cluster; empty on one device.
+    of a cluster; empty on one device. ``restarts``: how often the process of a device ended and was
+    started again.
     """
 
     outputs: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Batch:
     # by stage: runs saved, because outputs are cached or equal to another request's
     shared: dict[str, int] = field(default_factory=dict)
     lanes: list[Lane] = field(default_factory=list)
+    restarts: dict[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:

@@ -55,6 +55,9 @@ class Watcher:
         """A ``device`` of a cluster is about to run ``stages`` for ``request``. May raise
         LeftOut."""
 
+    def restarts_on(self, device: str) -> None:
+        """The process of a ``device`` of a cluster ended, and another one goes on."""
+
     def ran_on(self, device: str, stages: Sequence[str], request: Request, share: float) -> None:
         """A ``device`` of a cluster ran ``stages`` for ``request``. ``share``: finished part of the
         batch."""

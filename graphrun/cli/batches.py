@@ -215,6 +215,9 @@ class _Progress(BatchProgress, Watcher):
     def planned_again(self, line: str) -> None:
         say(line)
 
+    def restarts_on(self, device: str) -> None:
+        say(f"{device}: its process ended and was started again")
+
 
 def _batch_json(batch: Batch, requests: int, files: Mapping[int, Sequence[str]]) -> dict[str, Any]:
     return {
@@ -236,6 +239,7 @@ def _batch_json(batch: Batch, requests: int, files: Mapping[int, Sequence[str]])
             for schedule in batch.schedules
         ],
         "shared": batch.shared,
+        "restarts": batch.restarts,
         "measured": {
             "seconds": batch.seconds,
             "moved_bytes": batch.moved_bytes,
@@ -265,6 +269,8 @@ def _batch_screen(batch: Batch, requests: int, files: Mapping[int, Sequence[str]
         lines.append(batch.verdict)
     if shared := ", ".join(f"{name} {number}" for name, number in batch.shared.items() if number):
         lines.append(f"runs saved, since their outputs were cached or equal: {shared}")
+    if restarts := ", ".join(f"{name} {number}" for name, number in batch.restarts.items()):
+        lines.append(f"processes that ended and were started again: {restarts}")
     if paths := [path for number in sorted(files) for path in files[number]]:
         lines.append(f"wrote {paths[0]}" + f" to {paths[-1]}" * (len(paths) > 1))
     return "\n".join(lines)

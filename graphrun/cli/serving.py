@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,9 +20,6 @@ from graphrun.errors import InputError
 from graphrun.extras import install_command
 from graphrun.limits import LIMITS
 from graphrun.units import parse_seconds, parse_size
-
-if TYPE_CHECKING:
-    from graphrun.graph.graph import Graph
 
 SHARED = (
     "vram",
@@ -65,8 +61,7 @@ def serve(
     keys: Annotated[
         Path | None,
         option(
-            "File of API keys: a name, a SHA-256 and optionally 30/min a line. SIGHUP reads "
-            "it again.",
+            "File of API keys: a name, a SHA-256 and optionally 30/min a line.",
             "FILE",
         ),
     ] = None,
@@ -84,6 +79,18 @@ def serve(
             "Let web pages of this origin use the server: https://images.example.com. Repeatable.",
             "ORIGIN",
         ),
+    ] = None,
+    allow_webhook: Annotated[
+        NameList,
+        option(
+            "Let jobs name webhooks of this origin, at any path: https://hooks.example.com. "
+            "Repeatable.",
+            "ORIGIN",
+        ),
+    ] = None,
+    webhook_secret: Annotated[
+        Path | None,
+        option("File with the whsec_... that signs webhooks.", "FILE"),
     ] = None,
     queue: Annotated[
         str,
@@ -134,6 +141,13 @@ def serve(
             "FOLDER",
         ),
     ] = None,
+    loras: Annotated[
+        Path | None,
+        option(
+            "Folder of LoRAs (NAME.safetensors) that requests may name.",
+            "FOLDER",
+        ),
+    ] = None,
     warm: Annotated[
         bool,
         typer.Option(
@@ -153,12 +167,12 @@ def serve(
     """
     _require_packages()
     from graphrun.serve.server import serve as run
-    from graphrun.serve.settings import Bounds, Settings
+    from graphrun.serve.settings import Bounds, Settings, refuse_graphs
 
     if log not in ("text", "json"):
         raise InputError(f"--log {log!r} is not known; use text or json")
     access = _access(host, keys, allow_host or (), allow_origin or ())
-    _refuse_graphs([load(path, options) for path in graphs])
+    refuse_graphs([load(path, options) for path in graphs])
     bounds = Bounds(
         parse_size(max_body, name="--max-body"),
         parse_size(max_upload, name="--max-upload"),
@@ -187,6 +201,8 @@ def serve(
             connections=connections,
             state=state,
             warms=warm,
+            loras=loras and loras.resolve(),
+            **_webhooks(allow_webhook or (), webhook_secret),
             log_as_json=log == "json",
             **access,
             **_devices(options, cluster, cache),
@@ -196,7 +212,7 @@ def serve(
 
 def _require_packages() -> None:
     """Raise InputError if packages of the extra ``serve`` are not installed."""
-    names = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+    names = ("fastapi", "httpx", "uvicorn", "prometheus_client", "python_multipart")
     if missing_names := [name for name in names if find_spec(name) is None]:
         raise InputError(f"{', '.join(missing_names)} not installed: {install_command('serve')}")
 
@@ -228,21 +244,17 @@ def _access(
     }
 
 
-def _refuse_graphs(graphs: Sequence[Graph]) -> None:
-    """Raise InputError for a graph that makes no pictures or videos, and for a name twice."""
-    for graph in graphs:
-        graph.refuse_list()
-        kinds = graph.kinds().values()
-        if not {"image", "video"}.intersection(kinds):
-            raise InputError(
-                f"{graph.name} makes {', '.join(kinds)}, and no pictures or videos: leave it out"
-            )
-    counts = Counter(graph.name for graph in graphs)
-    if duplicates := sorted(name for name, count in counts.items() if count > 1):
+def _webhooks(origins: Iterable[str], secret: Path | None) -> dict[str, Any]:
+    """Return the `Settings` for webhooks. Raises InputError for origins without a secret."""
+    from graphrun.serve.webhooks import MAKE, read_secrets, webhook_origin
+
+    values = tuple(map(webhook_origin, origins))
+    if values and secret is None:
         raise InputError(
-            f"two graphs are called {', '.join(duplicates)}: leave one out, or change name: in "
-            "one of the files"
+            "--allow-webhook without --webhook-secret FILE: receivers could not know who calls; "
+            f"this prints a secret: {MAKE}"
         )
+    return {"webhooks": values, "webhook_keys": read_secrets(secret) if secret else ()}
 
 
 def _devices(options: PlanOptions, cluster: Path | None, cache: Path) -> dict[str, Any]:

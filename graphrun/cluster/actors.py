@@ -11,6 +11,7 @@ import functools
 import gc
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,10 +133,10 @@ class _Actor:
             for visit in visits
         ]
         values, report = self._open_worker(segment).run(local_visits)
-        return *values, report
+        return *values, replace(report, process=os.getpid())
 
     def load_ahead(self, segment: Sequence[Any]) -> Report:
-        return self._open_worker(segment).load_ahead()
+        return replace(self._open_worker(segment).load_ahead(), process=os.getpid())
 
     def _open_worker(self, segment: Sequence[Any]) -> StageWorker:
         if self._worker is None:
@@ -376,6 +377,11 @@ class ClusterRunner(contextlib.ExitStack):
         if self._ray is None:
             self._ray = self.enter_context(ray_connection(self._cluster))
         return self._ray
+
+    def reload(self, allow: Sequence[str]) -> None:
+        """Load the weights of the next requests even if they are placed as before. ``allow``: what
+        their plans may choose."""
+        self.placement, self._arguments["allow"] = None, tuple(allow)
 
     def place(self, graph: Graph, requests: Sequence[Request]) -> Placement:
         """Return the placement for ``requests``, cached."""

@@ -143,7 +143,8 @@ class Flow(Works):
                 loads[self.crew.load_ahead(worker.number)] = worker
         while self.virtual and loads:
             for ticket in self.crew.finished(loads.keys(), wait_for_all=True):
-                loads.pop(ticket).loaded_seconds = self._report(ticket).seconds
+                worker = loads.pop(ticket)
+                worker.loaded_seconds = self._report(ticket, worker).seconds
 
     def _schedule(self) -> Schedule:
         waiting_bytes = WAITING * max(self.nbytes)
@@ -416,7 +417,7 @@ class Flow(Works):
             self.context.watcher.waits()
             for ticket in self.crew.finished(self.active_runs.keys(), wait_for_all=self.virtual):
                 runs, start = self.active_runs.pop(ticket)
-                report = self._report(ticket)
+                report = self._report(ticket, runs[0].post.worker)
                 end = (
                     start + report.seconds
                     if self.virtual
@@ -428,11 +429,17 @@ class Flow(Works):
         self.clock, _, happens = heapq.heappop(self.events)
         happens()
 
-    def _report(self, ticket: Ticket) -> Report:
+    def _report(self, ticket: Ticket, worker: FlowWorker) -> Report:
         try:
-            return self.crew.report(ticket)
+            report = self.crew.report(ticket)
         except GraphrunError as error:  # the worker died too often
             return Report(error=(type(error).__name__, str(error)))
+        if worker.process not in (0, report.process):
+            name, restarts = worker.assignment.name, self.batch.restarts
+            restarts[name] = restarts.get(name, 0) + 1
+            self.context.watcher.restarts_on(name)
+        worker.process = report.process
+        return report
 
     def _schedule_event(self, seconds: float, happens: Callable[[], None]) -> None:
         heapq.heappush(self.events, (seconds, next(self.count), happens))

@@ -86,7 +86,7 @@ class FlowWorker:
 
     ``active_posts``: the parts in the current run. ``loaded_seconds``: the virtual time when the
     blocks of its first run are on the device. ``end_seconds``: planned end of the latest run; None
-    before the first.
+    before the first. ``process``: id of the process of the latest report; 0: before the first.
     """
 
     number: int
@@ -96,6 +96,7 @@ class FlowWorker:
     active_posts: list[Post] = field(default_factory=list)
     loaded_seconds: float = 0.0
     end_seconds: float | None = None
+    process: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -37,7 +37,7 @@ class Report:
 
     Before it, blocks were loaded ahead in ``ahead_seconds``. ``lost_values``: (visit number, value
     number) of each lost value. ``error``: type and text. A run with lost values or an error has no
-    results.
+    results. ``process``: id of the process that made the report; 0: unknown.
     """
 
     seconds: float = 0.0
@@ -45,6 +45,7 @@ class Report:
     lost_values: tuple[tuple[int, int], ...] = ()
     ahead_seconds: float = 0.0
     error: tuple[str, str] | None = None
+    process: int = 0
 
     def require(self) -> None:
         if self.error is not None:

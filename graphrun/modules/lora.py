@@ -18,17 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrun.graph.loras import SUFFIXES, own_keys
 from graphrun.graph.parts import Adapter, Component
 from graphrun.modules.classes import refusal
 from graphrun.modules.source_files import refuse_uncomputable
 from graphrun.reading import parse_json
-
-_SUFFIXES = {
-    ".lora_A.weight": "down",
-    ".lora_B.weight": "up",
-    ".lora.down.weight": "down",
-    ".lora.up.weight": "up",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +73,11 @@ def _deltas(
 ) -> dict[str, Delta]:
     """Return the deltas of one LoRA by weight name. ``shapes``: of the component's parameters."""
     sizes, alphas, metadata = _contents(component, lora)
-    prefix = f"{component.name}."
-    prefixed = [key for key in sizes if key.startswith(prefix)]
-    keys = prefixed or [
-        key for key in sizes if not key.startswith(("unet.", "transformer.", "text_encoder"))
-    ]
-    start = len(prefix) if prefixed else 0
+    prefix, keys = own_keys(sizes, component.name)
     halves: dict[str, dict[str, str]] = {}
     for key in keys:
-        for suffix in filter(key.endswith, _SUFFIXES):
-            halves.setdefault(key[start : -len(suffix)], {})[_SUFFIXES[suffix]] = key
+        for suffix in filter(key.endswith, SUFFIXES):
+            halves.setdefault(key[len(prefix) : -len(suffix)], {})[SUFFIXES[suffix]] = key
     if not halves:
         examples = ", ".join(sorted(sizes)[:3])
         raise refusal(
@@ -111,9 +100,7 @@ def _deltas(
                 component, f"{lora.file} does not fit {name} {list(shape)}: it has {text}", ".loras"
             )
         rank = sizes[pair["down"]][0]
-        alpha = alphas.get(
-            f"{prefix if prefixed else ''}{path}.alpha", metadata.get("lora_alpha", rank)
-        )
+        alpha = alphas.get(f"{prefix}{path}.alpha", metadata.get("lora_alpha", rank))
         if (
             isinstance(alpha, bool)
             or not isinstance(alpha, int | float)
@@ -152,7 +139,7 @@ def _contents(
         with safe_open(lora.file, framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
             refuse_uncomputable(
-                {key: slices[key].get_dtype() for key in slices if key.endswith(tuple(_SUFFIXES))}
+                {key: slices[key].get_dtype() for key in slices if key.endswith(tuple(SUFFIXES))}
             )
             sizes = {key: tuple(tensor_slice.get_shape()) for key, tensor_slice in slices.items()}
             alphas = {

@@ -73,12 +73,18 @@ def read(path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
 def plan_in(data: Any, path: Path) -> tuple[Problem, Plan, dict[str, Any]]:
     """Return the problem, the plan and all keys of ``data``, the content of the plan file ``path``.
 
-    Raises PlanError if the data is not a plan, has another version, is damaged, or is beyond a
-    limit.
+    Raises PlanError if the data is not a plan of one machine, has another version, is damaged, or
+    is beyond a limit.
     """
     suggestion = "plan again: graphrun plan GRAPH -o FILE"
     if not isinstance(data, dict) or "graphrun" not in data:
         raise PlanError(f"is not a plan; {suggestion}", str(path))
+    if "cluster" in data:
+        raise PlanError(
+            "is a plan for a cluster: graphrun check reads it; to run its graph, type "
+            "graphrun run GRAPH --cluster FILE, which plans again",
+            str(path),
+        )
     if data["graphrun"] != VERSION:
         raise PlanError(
             f"is a plan of version {data['graphrun']!r}, and this graphrun reads version "

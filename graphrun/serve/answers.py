@@ -192,6 +192,7 @@ def model_of(graph: Graph, service: Service) -> dict[str, Any]:
             }
             for spec in graph.inputs.values()
         },
+        "loras": [*service.bodies[graph.name].available_loras],
         "edits": bool(picture_inputs(graph)) and not makes_videos(graph),
         "videos": makes_videos(graph),
         "fps": graph.fps,

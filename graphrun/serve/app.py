@@ -48,6 +48,11 @@ def create_app(service: Service, host: str) -> FastAPI:
     ):
         app.include_router(router)
 
+    def forget_schema() -> None:
+        app.openapi_schema = None
+
+    service.on_reload.append(forget_schema)
+
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
         return JSONResponse(error.body, error.status, headers=error.headers)

@@ -10,10 +10,10 @@ import contextlib
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
     AliasChoices,
@@ -32,6 +32,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
+from graphrun.graph.loras import LoraFile, LoraUse
 from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.parts import Reference
 from graphrun.graph.settings import seeds_of, settings_of
@@ -61,6 +62,9 @@ ALIASES = {
 }
 VIDEO = ".mp4"
 FRAMES = ("frames", "num_frames")  # names of the input with the length of a video
+LORAS = "loras"  # the field with the LoRAs of a request
+MOST_LORAS = 4  # of a request
+MOST_SCALE = 4  # of a LoRA, in either direction
 MOST_PARTIAL = 3  # pictures before the end, as in the OpenAI API
 SEEDS = 2**31  # upper bound of random seeds
 DRAWN = "Without it one is drawn; the answer has it."
@@ -86,14 +90,24 @@ FAULTS = {
 }
 OVER_LIMIT = "over_limit"
 
-RequestShape = tuple[str, tuple[tuple[str, str], ...]]
-"""Name of a graph, and the inputs that sizes and times depend on (`graphrun.graph.settings`)."""
+
+class RequestShape(NamedTuple):
+    """What the plan of a request depends on, and the weights that it uses. ``graph``: its name;
+    ``edition``: as of a `graphrun.serve.catalog.GraphVariant`. ``settings``: the inputs that sizes
+    and times depend on (`graphrun.graph.settings`)."""
+
+    graph: str
+    settings: tuple[tuple[str, str], ...]
+    edition: int = 0
+    loras: tuple[LoraUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PictureRequest:
-    """A request. ``runs``: the complete inputs of each output. ``suffix``: of its file; `VIDEO` for
-    videos. ``as_url``: answer with URLs."""
+    """A request. ``definition``: the graph, without the LoRAs of ``shape``; None for a stored
+    request that has ended. ``runs``: the complete inputs of each output. ``suffix``: of its file;
+    `VIDEO` for videos. ``as_url``: answer with URLs. ``webhook``: the address to call when the
+    request has ended."""
 
     graph: str
     shape: RequestShape
@@ -102,11 +116,15 @@ class PictureRequest:
     as_url: bool
     streams: bool = False
     partial_images: int = 0
+    webhook: str = ""
+    definition: Graph | None = field(kw_only=True, compare=False)
 
 
-def shape_of(graph: Graph, inputs: Mapping[str, Any]) -> RequestShape:
+def shape_of(
+    graph: Graph, inputs: Mapping[str, Any], edition: int = 0, loras: tuple[LoraUse, ...] = ()
+) -> RequestShape:
     """Return the shape of requests to ``graph`` with ``inputs``."""
-    return graph.name, settings_of(graph, inputs)
+    return RequestShape(graph.name, settings_of(graph, inputs), edition, loras)
 
 
 def picture_inputs(graph: Graph) -> list[str]:
@@ -143,6 +161,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     graph: ClassVar[Graph]
     bounds: ClassVar[Bounds]
+    edition: ClassVar[int]
+    available_loras: ClassVar[Mapping[str, LoraFile]]
 
     model: str = ""
     n: Whole = 1
@@ -154,6 +174,10 @@ class Body(BaseModel):
     stream: Truth = Field(False, description="Answer with server-sent events, as OpenAI does.")
     partial_images: Whole = Field(
         0, ge=0, le=MOST_PARTIAL, description="With stream: most previews before the end."
+    )
+
+    webhook: str = Field(
+        "", description="For jobs and videos: an address to POST to when they have ended."
     )
 
     @model_validator(mode="before")
@@ -221,12 +245,14 @@ class Body(BaseModel):
                 raise bad(name, text, OVER_LIMIT)
         return PictureRequest(
             graph.name,
-            shape_of(graph, resolved[0]),
+            shape_of(graph, resolved[0], self.edition, tuple(getattr(self, LORAS, ()))),
             tuple(resolved),
             VIDEO if makes_videos(graph) else f".{self.output_format}",
             self.response_format == "url",
             self.stream,
             self.partial_images,
+            self.webhook,
+            definition=graph,
         )
 
     def derived_inputs(self, inputs: Mapping[str, Any]) -> dict[str, int]:
@@ -266,8 +292,11 @@ class VideoBody(Body):
         return {**sizes, name: max(0, count) * step + 1}
 
 
-def body_model(graph: Graph, bounds: Bounds) -> type[Body]:
-    """Return the model of bodies for ``graph`` on a server with ``bounds``."""
+def body_model(
+    graph: Graph, bounds: Bounds, loras: Mapping[str, LoraFile] | None = None, edition: int = 0
+) -> type[Body]:
+    """Return the model of bodies for ``graph`` on a server with ``bounds``. ``loras``: by name,
+    those for other models too."""
     base, pictures = VideoBody if makes_videos(graph) else Body, picture_inputs(graph)
     masks = [spec.name for spec in graph.inputs.values() if spec.type == "mask"]
     first_files = {"image": pictures, "mask": masks}
@@ -289,9 +318,65 @@ def body_model(graph: Graph, bounds: Bounds) -> type[Body]:
         names = [name, *(alias for alias in names if alias not in graph.inputs)]
         if name not in base.model_fields:
             fields[INPUT + name] = _input_field(graph, spec, bounds, names)
+    available = {name: file for name, file in (loras or {}).items() if file.components_in(graph)}
+    if loras and LORAS not in graph.inputs:
+        fields[LORAS] = _loras_field(graph, available)
     model: type[Body] = create_model(graph.name, __base__=base, **fields)
-    model.graph, model.bounds = graph, bounds
+    model.graph, model.bounds, model.edition = graph, bounds, edition
+    model.available_loras = available
     return model
+
+
+def _loras_field(graph: Graph, available: Mapping[str, LoraFile]) -> Any:
+    """Return the type and the options of the field with the LoRAs of a request."""
+    validator = PlainValidator(
+        partial(lora_uses, graph, available),
+        json_schema_input_type=list[
+            Annotated[str, Field(json_schema_extra={"enum": [*available]})] | LoraItem
+        ],
+    )
+    text = "LoRAs by name, each with its scale (1)."
+    return Annotated[Any, validator], Field((), description=text)
+
+
+class LoraItem(BaseModel):
+    """A LoRA of a request, and the factor of its weight difference."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    scale: float = Field(1.0, ge=-MOST_SCALE, le=MOST_SCALE)
+
+
+def lora_uses(graph: Graph, available: Mapping[str, LoraFile], value: Any) -> tuple[LoraUse, ...]:
+    """Return the LoRAs that the field ``value`` of a request names: a name, or a list of names and
+    of objects with ``name`` and ``scale``. Raises ValueError."""
+    is_json = isinstance(value, str) and value.lstrip().startswith(("[", "{"))
+    items = _literal(value) if is_json else value
+    items = items if isinstance(items, list) else [items]
+    if len(items) > MOST_LORAS:
+        raise ValueError(f"{len(items)} LoRAs, and a request may have {MOST_LORAS}")
+    uses = []
+    for item in items:
+        try:
+            lora = LoraItem.model_validate({"name": item} if isinstance(item, str) else item)
+        except ValidationError:
+            text = "a file" if isinstance(item, Path) else shortened(repr(item), 100)
+            limit = f"scale from -{MOST_SCALE} to {MOST_SCALE}"
+            raise ValueError(
+                f'{text} is neither a name nor {{"name": ..., "scale": ...}} with a {limit}'
+            ) from None
+        if (file := available.get(lora.name)) is None:
+            names = ", ".join(available) or "none"
+            raise PydanticCustomError(
+                "lora_not_found",
+                "{text}",
+                {"text": f"{graph.name} has no LoRA {lora.name[:100]!r}; it has {names}"},
+            )
+        place = str(file.path), file.stamp, file.components_in(graph)
+        uses.append(LoraUse(lora.name, lora.scale, *place))
+    if len({use.name for use in uses}) < len(uses):
+        raise ValueError("a LoRA is named twice")
+    return tuple(uses)
 
 
 def _input_field(graph: Graph, spec: Input, bounds: Bounds, names: Sequence[str]) -> Any:

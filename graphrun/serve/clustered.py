@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrun import api
 from graphrun.batch.watch import LeftOut, Watcher
+from graphrun.serve.log import note
 from graphrun.serve.settings import Settings
 from graphrun.serve.worker import Cancelled, GraphShare, RequestWorker, SessionBudget, work_forever
 
@@ -48,6 +49,7 @@ class ClusterWorker(RequestWorker):
         )
         self._batch: Batch | None = None  # the current batch
         self._past_seconds = 0.0  # seconds of earlier batches
+        self._loaded_weights: tuple[object, ...] = ()  # of the variant that ran last
         self._warm = set[str]()  # devices that ran since the placement last changed
 
     def close(self) -> None:
@@ -93,8 +95,12 @@ class ClusterWorker(RequestWorker):
         from graphrun.batch.requests import Request
         from graphrun.serve.together import RunFigures, save_pictures
 
-        settings, graph = self._settings, self._graphs[budget.group[0]]
+        graph = self._variants.graph_of(budget.variant)
+        settings = budget.variant.settings_of(self._settings, graph)
         allow = graph.allowed(settings.budgets.get("allow", ()))
+        if budget.variant.weights != self._loaded_weights:
+            self._runner.reload(allow)
+            self._loaded_weights = budget.variant.weights
 
         def elsewhere(
             graph: Graph, requests: Sequence[Request], context: BatchContext, batch: Batch
@@ -179,6 +185,9 @@ class _ClusterWatcher(Watcher):
         if self._is_cancelled(run.id):
             raise LeftOut("cancelled")
         self._notify("step", id=run.id, stage=stages[0], done=0, steps=0)
+
+    def restarts_on(self, device: str) -> None:
+        note(f"{device}: its process ended and was started again")
 
     def left_out(self, request: Request) -> None:
         run = self._runs[request.number - 1]

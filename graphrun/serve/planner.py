@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from graphrun import api
-from graphrun.errors import GraphrunError, InputError
+from graphrun.errors import GraphError, GraphrunError, InputError
+from graphrun.graph.graph import Graph
+from graphrun.graph.loras import without_paths
+from graphrun.graph.parts import Adapter
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
+from graphrun.serve.catalog import GraphVariant, Variants
 from graphrun.serve.line import MOST_TOGETHER, Cost
 from graphrun.serve.settings import Settings
 from graphrun.serve.shares import WHOLE
@@ -42,14 +47,16 @@ class PlannedShape:
 def plan_forever(connection: Connection, settings: Settings) -> None:
     """Answer messages until ``stop``.
 
-    ``plan`` (key, graph, inputs, share) is answered with ``planned`` (key, shape) or ``unfit``
+    ``plan`` (key, variant, inputs, share) is answered with ``planned`` (key, shape) or ``unfit``
     (key, status, ...); ``plan_batch`` (the same fields) with ``batch_plan`` (key, parts).
     """
-    graphs = settings.loaded_graphs()
-    fitting_sizes: dict[str, list[Mapping[str, Any]]] = {name: [] for name in graphs}
+    variants, server_settings = Variants(), settings
+    fitting_sizes = defaultdict[Any, list[Mapping[str, Any]]](list)
     while (message := connection.recv())[0] != "stop":
         kind, request = message
-        graph, key = graphs[request["graph"]], request["key"]
+        variant, key = request["variant"], request["key"]
+        graph = variants.graph_of(variant)
+        settings = variant.settings_of(server_settings, graph)
         if kind == "plan_batch":
             parts: dict[tuple[str, ...], tuple[float, float]] | None = {}
             try:
@@ -58,8 +65,9 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
                 traceback.print_exc()
             connection.send(("batch_plan", {"key": key, "parts": parts}))
             continue
-        sizes = fitting_sizes[request["graph"]]
+        sizes = fitting_sizes[variant.weights]
         try:
+            _refuse_unfit_loras(graph, variant)
             shape = _plan_shape(graph, request, settings)
             if request["share"] == WHOLE:
                 sizes.append(request["inputs"])
@@ -82,6 +90,26 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
                     },
                 )
             )
+
+
+def _refuse_unfit_loras(graph: Graph, variant: GraphVariant) -> None:
+    """Raise InputError for a LoRA of ``variant`` that is for another model."""
+    if not variant.loras:
+        return
+    from graphrun.modules.build import meta_modules
+    from graphrun.modules.lora import deltas_of
+
+    with meta_modules(graph) as modules:
+        for use in variant.loras:
+            for name in use.components:
+                component = replace(
+                    graph.component(name), loras=(Adapter(use.file, use.scale),), file_line=""
+                )
+                try:
+                    deltas_of(component, modules[name])
+                except GraphError as error:
+                    text = without_paths(str(error), variant.loras)
+                    raise InputError(f"the LoRA {use.name} does not fit: {text}") from None
 
 
 def _estimate(graph: Any, inputs: Any, settings: Settings, **overrides: Any) -> Any:

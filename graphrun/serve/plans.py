@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from graphrun.graph.graph import Graph
 from graphrun.serve.bodies import PictureRequest, RequestShape, shape_of
+from graphrun.serve.catalog import Catalog, GraphVariant
 from graphrun.serve.child import Child
 from graphrun.serve.errors import Refused
 from graphrun.serve.line import Line, QueueEntry
@@ -40,13 +40,11 @@ class Plans:
     new cost.
     """
 
-    def __init__(
-        self, settings: Settings, graphs: Mapping[str, Graph], metrics: Metrics, line: Line
-    ) -> None:
-        self._settings, self._graphs, self._metrics, self._line = settings, graphs, metrics, line
-        self.defaults: dict[str, RequestShape] = {
-            name: shape_of(graph, graph.for_planning({})) for name, graph in graphs.items()
-        }
+    def __init__(self, settings: Settings, catalog: Catalog, metrics: Metrics, line: Line) -> None:
+        self._settings, self._metrics, self._line = settings, metrics, line
+        self._variants: Mapping[str, GraphVariant] = {}
+        self.defaults: Mapping[str, RequestShape] = {}
+        self.use(catalog)
         self.shapes: OrderedDict[ShapeKey, asyncio.Future[PlannedShape]] = OrderedDict()
         # graph -> share of the budgets within which its weights stay on the device
         self.shares: Arrangement = {}
@@ -56,11 +54,14 @@ class Plans:
         self._planner: Child | None = None
         self._batch_key: ShapeKey | None = None  # the shape that the planner checks for batches
 
+    def use(self, catalog: Catalog) -> None:
+        """Plan the graphs of ``catalog`` from now on."""
+        self._variants = variants = catalog.variants
+        self.defaults = {name: default_shape(variant) for name, variant in variants.items()}
+
     def start(self) -> None:
         """Start the planner process, and plan each graph at its defaults."""
         self._start_planner()
-        for name in self._graphs:
-            self._plan_default(name)
 
     def close(self) -> None:
         self._closed = True
@@ -68,13 +69,16 @@ class Plans:
             self._planner.stop()
 
     @property
-    def ready(self) -> bool:
-        """Whether each graph has been planned at its defaults."""
-        return all(
-            future.done()
-            for (shape, share), future in self.shapes.items()
-            if share == WHOLE and shape in self.defaults.values()
-        )
+    def lacks(self) -> list[str]:
+        """Why graphs have no plan at their defaults; empty if each has one."""
+        reasons = {name: self._lack((shape, WHOLE)) for name, shape in self.defaults.items()}
+        return [f"{name} {reason}" for name, reason in reasons.items() if reason]
+
+    def _lack(self, key: ShapeKey) -> str:
+        future = self.shapes.get(key)
+        if future is None or not future.done():
+            return "is not planned yet"
+        return "" if future.exception() is None else "has no plan"
 
     @property
     def _is_idle(self) -> bool:
@@ -83,12 +87,13 @@ class Plans:
     async def plan(self, request: PictureRequest) -> tuple[PlannedShape, float]:
         """Return the plan for ``request``, and its share of the budgets. Raises Refused as
         `shape`, and 422 if nothing fits."""
-        plan = await asyncio.shield(self.shape(request.shape, request.runs[0]))
+        variant = GraphVariant.of(request)
+        plan = await asyncio.shield(self.shape(request.shape, variant, request.runs[0]))
         share = self.shares.get(request.graph, WHOLE)
         if share == WHOLE:
             return plan, share
         try:
-            future = self.shape(request.shape, request.runs[0], share)
+            future = self.shape(request.shape, variant, request.runs[0], share)
             return await asyncio.shield(future), share
         except Refused:
             return plan, WHOLE  # the request fits the whole budgets
@@ -99,17 +104,17 @@ class Plans:
             self._plan_seconds += LATEST_WEIGHT * (seconds - self._plan_seconds)
 
     def shape(
-        self, shape: RequestShape, inputs: Any, share: float = WHOLE
+        self, shape: RequestShape, variant: GraphVariant, inputs: Any, share: float = WHOLE
     ) -> asyncio.Future[PlannedShape]:
         """Return the plan of a shape within ``share`` of the budgets, cached.
 
-        ``inputs``: of any request of this shape. Raises Refused: 429 if too many shapes wait for a
-        plan, 503 while the planner restarts.
+        ``variant`` and ``inputs``: of any request of this shape. Raises Refused: 429 if too many
+        shapes wait for a plan, 503 while the planner restarts.
         """
         key = shape, share
         if key not in self.shapes:
             pending_count = sum(not future.done() for future in self.shapes.values())
-            if pending_count >= PLANNING + len(self._graphs):
+            if pending_count >= PLANNING + len(self._variants):
                 text = f"requests of {pending_count} other sizes wait to be planned: try again"
                 wait = pending_count * self._plan_seconds
                 raise Refused(429, text, "busy_planning", retry_seconds=wait)
@@ -118,7 +123,7 @@ class Plans:
                 raise Refused(503, text, "interrupted", retry_seconds=RESTART_SECONDS)
             self.shapes[key] = asyncio.get_running_loop().create_future()
             self.shapes[key].add_done_callback(ignore_error)
-            self._ask("plan", key, inputs, share=share)
+            self._ask("plan", key, variant, inputs, share=share)
         self.shapes.move_to_end(key)
         spare = [
             old
@@ -129,15 +134,33 @@ class Plans:
             del self.shapes[old]
         return self.shapes[key]
 
-    def _plan_default(self, name: str, share: float = WHOLE) -> None:
-        self.shape(self.defaults[name], self._graphs[name].for_planning({}), share)
+    def plan_defaults(self) -> None:
+        """Plan each graph at its defaults."""
+        for name in self._variants:
+            self._plan_default(name)
 
-    def _ask(self, kind: str, key: ShapeKey, inputs: Mapping[str, Any], **fields: Any) -> None:
+    def _plan_default(self, name: str, share: float = WHOLE) -> None:
+        self.plan_default(self._variants[name], share)
+
+    def plan_default(
+        self, variant: GraphVariant, share: float = WHOLE
+    ) -> asyncio.Future[PlannedShape]:
+        """Return the plan of ``variant`` at its defaults. Raises Refused as `shape`."""
+        shape, inputs = default_shape(variant), variant.graph.for_planning({})
+        return self.shape(shape, variant, inputs, share)
+
+    def _ask(
+        self,
+        kind: str,
+        key: ShapeKey,
+        variant: GraphVariant,
+        inputs: Mapping[str, Any],
+        **fields: Any,
+    ) -> None:
         """Send a message about the shape ``key`` to the planner."""
         assert self._planner is not None
-        graph, shape_settings = key[0]
-        sizes = {name: inputs[name] for name, _ in shape_settings}
-        self._planner.send(kind, key=key, graph=graph, inputs=sizes, **fields)
+        sizes = {name: inputs[name] for name, _ in key[0].settings}
+        self._planner.send(kind, key=key, variant=variant, inputs=sizes, **fields)
 
     def plan_batch(self, entry: QueueEntry) -> None:
         """Ask an idle planner whether a batch of runs like ``entry`` is faster."""
@@ -148,7 +171,9 @@ class Plans:
         plan = self._planned(key)
         if plan is not None and not plan.has_batch_plan:
             self._batch_key = key
-            self._ask("plan_batch", key, entry.item.request.runs[0], budgets=plan.budgets)
+            request: PictureRequest = entry.item.request
+            variant = GraphVariant.of(request)
+            self._ask("plan_batch", key, variant, request.runs[0], budgets=plan.budgets)
 
     def _planned(self, key: ShapeKey) -> PlannedShape | None:
         """Return the plan of the shape ``key``; None if it is not planned, or refused."""
@@ -178,12 +203,13 @@ class Plans:
         }
         if all((name, WHOLE) in costs for name in names):
             self.shares = best(self.shares, tuple(self._recent), costs)
-        for name in self._graphs:
+        for name in self._variants:
             self._metrics.share.labels(name).set(self.shares.get(name, WHOLE))
 
     def _start_planner(self) -> None:
         if not self._closed:
             self._planner = Child(plan_forever, self._settings, self.hear, self._planner_died)
+            self.plan_defaults()
 
     def hear(self, kind: str, key: ShapeKey, **content: Any) -> None:
         """Take a message of the planner about the shape ``key``."""
@@ -196,9 +222,11 @@ class Plans:
             return
         is_planned = kind == "planned"
         self._metrics.plans.labels("planned" if is_planned else "refused").inc()
-        (graph, shape_settings), share = key
+        shape, share = key
         answer = content["shape"].verdict if is_planned else content["message"]
-        log(kind, graph=graph, **dict(shape_settings), share=share, answer=answer)
+        loras = ", ".join(f"{use.name} {use.scale:g}" for use in shape.loras)
+        entries = {**dict(shape.settings), "loras": loras, "share": share, "answer": answer}
+        log(kind, graph=shape.graph, **entries)
         if future is None or future.done():
             return
         if is_planned:
@@ -231,6 +259,12 @@ class Plans:
         for key in [key for key, future in self.shapes.items() if not future.done()]:
             self.shapes.pop(key).set_exception(error)
         asyncio.get_running_loop().call_later(RESTART_SECONDS, self._start_planner)
+
+
+def default_shape(variant: GraphVariant) -> RequestShape:
+    """Return the shape of requests to ``variant`` at its defaults."""
+    graph = variant.graph
+    return shape_of(graph, graph.for_planning({}), variant.edition, variant.loras)
 
 
 def ignore_error(future: asyncio.Future[Any]) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from graphrun.graph.graph import Graph
+from graphrun.serve.catalog import Catalog
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
 from graphrun.serve.log import log
 from graphrun.serve.plans import ignore_error
 from graphrun.serve.state import JobStore
+from graphrun.serve.webhooks import Delivery, Webhooks
 
 KEPT_JOBS = 100  # ended jobs, as long as all stored pictures fit `KEPT_PICTURES_BYTES`
 KEPT_PICTURES_BYTES = 2**28
@@ -21,21 +22,27 @@ KEPT_PICTURES_BYTES = 2**28
 
 class JobRecords:
     """Jobs by id, the oldest first, and by their Idempotency-Key. ``folder``: of a `JobStore`, so
-    that jobs outlive the server; None: none does."""
+    that jobs outlive the server; None: none does. ``origins`` and ``keys``: as for `Webhooks`."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(
+        self, folder: Path | None, origins: Sequence[str] = (), keys: Sequence[bytes] = ()
+    ) -> None:
         self.store = JobStore(folder) if folder is not None else None
+        self.webhooks = Webhooks(origins, keys, self.store)
         self.jobs: OrderedDict[str, Job] = OrderedDict()
         # (owner, Idempotency-Key) -> its job
         self._keys: dict[tuple[str, str], asyncio.Future[Job]] = {}
 
     def close(self) -> None:
+        self.webhooks.close()
         if self.store is not None:
             self.store.close()
 
-    def restore(self, graphs: Mapping[str, Graph]) -> list[Job]:
-        """Read the stored jobs, and return those that have not ended."""
-        for job in self.store.jobs(graphs) if self.store is not None else ():
+    def restore(self, catalog: Catalog) -> list[Job]:
+        """Read the stored jobs, and return those that have not ended. Webhooks that have not
+        arrived are called again."""
+        self.webhooks.start()
+        for job in self.store.jobs(catalog, self.end) if self.store is not None else ():
             self._remember(job)
         waiting_jobs = [job for job in self.jobs.values() if not job.ended]
         if self.jobs:
@@ -93,9 +100,12 @@ class JobRecords:
             self.store.drop_runs(job)
 
     def end(self, job: Job) -> None:
-        """Store how ``job`` ended."""
+        """Store how ``job`` ended, and call its webhook."""
+        delivery = Delivery.of(job) if job.request.webhook else None
         if self.store is not None:
-            self.store.end(job)
+            self.store.end(job, delivery)
+        if delivery is not None:
+            self.webhooks.deliver(delivery)
 
     def _remember(self, job: Job) -> None:
         self.jobs[job.id] = job

@@ -108,6 +108,8 @@ def images(service: Service, pictures: Pictures) -> APIRouter:
         folder, job = _folder(service), None
         try:
             generation = await picture_request(request, route, folder)
+            if generation.webhook:
+                raise bad("webhook", "this answer has the pictures: send it to /v1/jobs")
             preview = bool(generation.partial_images)
             submission = service.submit(generation, owner, folder, preview=preview)
             job = await unless_gone(request, submission)
@@ -302,13 +304,15 @@ def health(service: Service) -> APIRouter:
 
     @router.get("/readyz")
     async def readiness() -> Response:
-        """Whether requests are run: 503 while the server starts, warms up or stops, and while the
-        worker is started again."""
-        return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
+        """Whether requests are run: 503 with the reasons while the server starts, warms up or
+        stops, while the worker is started again, and if a graph has no plan."""
+        if reasons := service.unready:
+            return JSONResponse({"ready": False, "reasons": reasons}, 503)
+        return JSONResponse({"ready": True})
 
     @router.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
-        service.metrics.ready.set(service.ready)
+        service.metrics.ready.set(not service.unready)
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     return router
@@ -360,11 +364,19 @@ async def _submitted(
 
 
 def _schema(service: Service, route: Route) -> dict[str, Any]:
-    """Return the OpenAPI entries of the bodies of ``route``."""
-    models = [
-        model
-        for model in service.bodies.values()
-        if makes_videos(model.graph) == (route == "videos")
-        and (route != "edits" or picture_inputs(model.graph))
-    ]
-    return body_schema(models, *CONTENT_TYPES[route])
+    """Return the OpenAPI entries of the bodies of ``route``, which change when the server has read
+    its graphs again."""
+    entries = dict[str, Any]()
+
+    def update() -> None:
+        models = [
+            model
+            for model in service.bodies.values()
+            if makes_videos(model.graph) == (route == "videos")
+            and (route != "edits" or picture_inputs(model.graph))
+        ]
+        entries.update(body_schema(models, *CONTENT_TYPES[route]))
+
+    update()
+    service.on_reload.append(update)
+    return entries

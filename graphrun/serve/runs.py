@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphrun.serve.catalog import GraphVariant
 from graphrun.serve.child import Child
 from graphrun.serve.clustered import work_on_a_cluster
 from graphrun.serve.errors import Refused
@@ -201,12 +202,15 @@ class RunQueue:
             "folder": folder,
             "suffix": job.request.suffix,
             "preview": job.preview_wanted,
+            "loras": tuple((use.name, use.scale) for use in job.request.shape.loras),
         }
 
     def _send(self, entry: QueueEntry, kind: str, **fields: Any) -> None:
         """Send a message about the session that runs ``entry`` to the worker."""
         assert self._worker is not None
-        budget = SessionBudget(entry.group, entry.item.budgets, entry.resident_groups)
+        job: Job = entry.item
+        variant = GraphVariant.of(job.request)
+        budget = SessionBudget(entry.group, variant, job.budgets, entry.resident_groups)
         self._worker.send(kind, budget=budget, **fields)
 
     def _hear_worker(self, kind: str, clock_seconds: float | None = None, **content: Any) -> None:

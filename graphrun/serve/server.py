@@ -49,7 +49,7 @@ async def _serve(settings: Settings, host: str, port: int, say: Callable[[str], 
         with contextlib.suppress(NotImplementedError):  # Windows
             loop.add_signal_handler(number, stop)
     if hasattr(signal, "SIGHUP"):
-        loop.add_signal_handler(signal.SIGHUP, service.reload_keys)
+        loop.add_signal_handler(signal.SIGHUP, service.reload)
     service.start()
     server_task = asyncio.ensure_future(server.serve([listener]))
     port = listener.getsockname()[1]

@@ -13,11 +13,15 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from graphrun.errors import InputError
-from graphrun.serve.bodies import PictureRequest, body_model, picture_inputs
+from graphrun.errors import GraphrunError, InputError
+from graphrun.graph.graph import Graph
+from graphrun.serve.bodies import VIDEO, Body, PictureRequest, makes_videos, picture_inputs
+from graphrun.serve.catalog import Catalog, GraphVariant
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
 from graphrun.serve.keys import Rates, read_keys
@@ -30,6 +34,9 @@ from graphrun.serve.records import JobRecords
 from graphrun.serve.runs import RunQueue
 from graphrun.serve.settings import Settings
 
+T = TypeVar("T")
+WARM_SECONDS = 30.0  # until a graph that could not be warmed is tried again
+
 
 class Service:
     """The state of a server. Create it inside the event loop, `start` it, and `close` it at the
@@ -38,23 +45,34 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings, self.metrics, self.line = settings, Metrics(), Line()
         self.created = int(time.time())
-        self.graphs = settings.loaded_graphs()
-        self.bodies = {
-            graph.name: body_model(graph, settings.bounds) for graph in self.graphs.values()
-        }
-        self.records = JobRecords(settings.state)
-        self.plans = Plans(settings, self.graphs, self.metrics, self.line)
+        self.catalog = Catalog.read(settings)
+        self.records = JobRecords(settings.state, settings.webhooks, settings.webhook_keys)
+        self.plans = Plans(settings, self.catalog, self.metrics, self.line)
         self.queue = RunQueue(
             settings, self.metrics, self.line, self.records, self.plans.arrange, self._note_idle
         )
         self.draining = False
         self._unplanned = 0  # requests waiting for a plan
         self.keys, self._rates = settings.keys, Rates()
-        self._warmed, self._tasks = not settings.warms, list[asyncio.Future[None]]()
+        # graphs that are to make a picture before the server is ready
+        self._cold = set(self.graphs if settings.warms else ())
+        self._tasks = list[asyncio.Future[None]]()
+        self._reloading = asyncio.Lock()
+        self.on_reload = list[Callable[[], None]]()  # called when there is another catalog
         # done when all requests are cancelled
         self._stopped = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def graphs(self) -> Mapping[str, Graph]:
+        """The graphs that are served, by name."""
+        return self.catalog.graphs
+
+    @property
+    def bodies(self) -> Mapping[str, type[Body]]:
+        """The models of requests, by graph."""
+        return self.catalog.bodies
 
     # -- life
 
@@ -62,7 +80,7 @@ class Service:
         """Start the worker and planner processes, and plan each graph at its defaults."""
         self.queue.start()
         self.plans.start()
-        waiting_jobs = self.records.restore(self.graphs)
+        waiting_jobs = self.records.restore(self.catalog)
         self._tasks.append(asyncio.ensure_future(self._restore(waiting_jobs)))
         if self.settings.warms:
             self._tasks.append(asyncio.ensure_future(self._warm()))
@@ -72,7 +90,7 @@ class Service:
         for job in waiting_jobs:
             with self._at_work():
                 try:
-                    plan, share = await self._plan_patiently(job.request)
+                    plan, share = await self._patiently(partial(self._plan, job.request))
                 except Refused as error:
                     if self.draining:
                         return  # the next server plans it
@@ -85,27 +103,44 @@ class Service:
     async def _warm(self) -> None:
         """Make one picture at its defaults with every graph that requires no picture as input.
 
-        Then the server is ready.
+        Then the server is ready. What failed is tried again, unless the request was refused.
         """
         for graph in self.graphs.values():
             if any(graph.inputs[name].required for name in picture_inputs(graph)):
-                continue
-            shape, inputs = self.plans.defaults[graph.name], graph.for_planning({})
-            request = PictureRequest(graph.name, shape, (inputs,), ".png", as_url=False)
-            folder = self.settings.folder / f"warm-{graph.name}"
-            try:
-                plan, share = await self._plan_patiently(request)
-                job = Job(request, "", folder, preview_wanted=False)
-                await self._admit(job, plan, share, is_bounded=False).end()
-            except Refused as error:
-                log("warming failed", graph=graph.name, error=error.message)
-        self._warmed = True
+                self._cold.discard(graph.name)
+        names = sorted(self._cold)
+        while names and not self.draining:
+            names = [name for name in names if await self._warm_fails(self.graphs[name])]
+            await asyncio.sleep(WARM_SECONDS if names else 0)
+
+    async def _warm_fails(self, graph: Graph) -> bool:
+        """Make a picture with ``graph``; return whether to try again."""
+        shape, inputs = self.plans.defaults[graph.name], graph.for_planning({})
+        suffix = VIDEO if makes_videos(graph) else ".png"
+        request = PictureRequest(
+            graph.name, shape, (inputs,), suffix, as_url=False, definition=graph
+        )
+        folder = self.settings.folder / f"warm-{graph.name}"
+        try:
+            plan, share = await self._patiently(partial(self._plan, request))
+            job = Job(request, "", folder, preview_wanted=False)
+            await self._admit(job, plan, share, is_bounded=False).end()
+        except Refused as error:
+            log("warming failed", graph=graph.name, error=error.message)
+            return error.status >= 500
+        self._cold.discard(graph.name)
+        return False
 
     @property
-    def ready(self) -> bool:
-        """Whether a request sent now would run; with ``warms``, without loading weights first."""
-        is_up = self.queue.ready and self._warmed and not self.draining
-        return is_up and self.plans.ready
+    def unready(self) -> list[str]:
+        """Why a request sent now would not run, or with ``warms`` would load weights first; empty
+        if it would."""
+        return [
+            *(["the server stops"] if self.draining else []),
+            *([] if self.queue.ready else ["the worker starts"]),
+            *self.plans.lacks,
+            *(f"{name} has made no picture yet" for name in sorted(self._cold)),
+        ]
 
     async def drain(self) -> None:
         """Refuse new requests; wait up to ``drain_seconds`` for admitted ones, then cancel them.
@@ -137,8 +172,13 @@ class Service:
             self._stopped.set_result(None)
         self.queue.cancel_all()
 
-    def reload_keys(self) -> None:
-        """Read the file of API keys again. If it is malformed, the present keys stay."""
+    def reload(self) -> None:
+        """Read the file of API keys, the graph files and the folder of LoRAs again. What is wrong
+        stays as it is."""
+        self._reload_keys()
+        self._tasks.append(asyncio.ensure_future(self._reload_graphs()))
+
+    def _reload_keys(self) -> None:
         if self.settings.keys_file is None:
             return
         try:
@@ -146,6 +186,25 @@ class Service:
             log("keys read", keys=len(self.keys))
         except InputError as error:
             log("keys refused", error=error)
+
+    async def _reload_graphs(self) -> None:
+        """Read the graph files and the folder of LoRAs again, and use them once every graph that
+        changed has a plan at its defaults. Admitted requests keep their graph."""
+        async with self._reloading:
+            previous = self.catalog
+            try:
+                catalog = await asyncio.to_thread(Catalog.read, self.settings, previous)
+                names = [name for name in catalog.graphs if catalog.is_newer(name, previous)]
+                for name in names:
+                    await self._patiently(partial(self._plan_default, catalog.variants[name]))
+            except (GraphrunError, Refused) as error:
+                log("graphs refused", error=error)
+                return
+            self.plans.use(catalog)
+            self.catalog = catalog
+            for use in self.on_reload:
+                use()
+            log("graphs read", changed=", ".join(names), loras=len(catalog.loras))
 
     async def idle(self) -> None:
         await self._idle.wait()
@@ -182,6 +241,8 @@ class Service:
         ``body``: the digest of the request's body. Raises Refused as `submit`, and 422 if the key
         came with another body.
         """
+        if request.webhook:
+            self.records.webhooks.check(request.webhook)
         if (earlier_job := await self.records.earlier_job(owner, key, body)) is not None:
             return earlier_job
         id = secrets.token_urlsafe(16)
@@ -200,15 +261,18 @@ class Service:
             plan, share = await self._plan(job.request)
             return self._admit(job, plan, share)
 
-    async def _plan_patiently(self, request: PictureRequest) -> tuple[PlannedShape, float]:
-        """Return what `_plan` returns, also if the planner is busy or starts again."""
+    async def _patiently(self, plan: Callable[[], Awaitable[T]]) -> T:
+        """Return what ``plan`` returns, also if the planner is busy or starts again."""
         while True:
             try:
-                return await self._plan(request)
+                return await plan()
             except Refused as error:
                 if error.retry_seconds is None or self.draining:
                     raise
             await asyncio.sleep(RESTART_SECONDS)
+
+    async def _plan_default(self, variant: GraphVariant) -> None:
+        await asyncio.shield(self.plans.plan_default(variant))
 
     async def _plan(self, request: PictureRequest) -> tuple[PlannedShape, float]:
         """Return the plan for ``request``, and its share of the budgets. Raises Refused as

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun import api
 from graphrun.devices import in_dtype
+from graphrun.errors import InputError
 from graphrun.model.problem import Hardware
 from graphrun.serve.keys import ApiKey
 
@@ -45,7 +47,9 @@ class Settings:
     requests after SIGTERM. ``connections``: the most that may be open. ``allow_hosts`` and
     ``allow_origins``: as in `graphrun.serve.origins`. ``state``: the folder of a `JobStore`; None:
     jobs end with the server. ``warms``: the server is ready once every graph has made a picture.
-    ``log_as_json``: as in `graphrun.serve.log`.
+    ``log_as_json``: as in `graphrun.serve.log`. ``loras``: the folder of LoRAs that requests may
+    name; None: none. ``webhooks`` and ``webhook_keys``: the origins and keys of
+    `graphrun.serve.webhooks.Webhooks`.
     """
 
     graphs: tuple[Path, ...]
@@ -70,10 +74,33 @@ class Settings:
     state: Path | None = None
     warms: bool = False
     log_as_json: bool = False
+    loras: Path | None = None
+    webhooks: tuple[str, ...] = ()
+    webhook_keys: tuple[bytes, ...] = field(default=(), repr=False)
 
     def loaded_graphs(self) -> dict[str, Graph]:
+        """Read the graph files. Raises InputError for a file that is wrong, and for a graph that
+        cannot be served."""
         hardware = self.hardware[0] if self.hardware else None
-        graphs = (
+        graphs = [
             in_dtype(api.load(path, trust=self.trust), self.dtype, hardware) for path in self.graphs
-        )
+        ]
+        refuse_graphs(graphs)
         return {graph.name: graph for graph in graphs}
+
+
+def refuse_graphs(graphs: Sequence[Graph]) -> None:
+    """Raise InputError for a graph that makes no pictures or videos, and for a name twice."""
+    for graph in graphs:
+        graph.refuse_list()
+        kinds = graph.kinds().values()
+        if not {"image", "video"}.intersection(kinds):
+            raise InputError(
+                f"{graph.name} makes {', '.join(kinds)}, and no pictures or videos: leave it out"
+            )
+    counts = Counter(graph.name for graph in graphs)
+    if duplicates := sorted(name for name, count in counts.items() if count > 1):
+        raise InputError(
+            f"two graphs are called {', '.join(duplicates)}: leave one out, or change name: in "
+            "one of the files"
+        )

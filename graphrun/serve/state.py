@@ -14,18 +14,18 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
 from graphrun import __version__
 from graphrun.errors import InputError
-from graphrun.graph.graph import Graph
-from graphrun.graph.settings import settings_of
-from graphrun.serve.bodies import PictureRequest
+from graphrun.serve.bodies import PictureRequest, RequestShape, lora_uses, shape_of
+from graphrun.serve.catalog import Catalog
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import ENDED, Job
+from graphrun.serve.webhooks import Delivery
 from graphrun.systems import take_lock
 from graphrun.trace import Overrun
 
@@ -39,6 +39,8 @@ CREATE TABLE IF NOT EXISTS runs (
     job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE, result TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS pictures (
     job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE, content BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS deliveries (
+    id TEXT PRIMARY KEY, url TEXT NOT NULL, body TEXT NOT NULL, tries INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS runs_of_job ON runs (job);
 CREATE INDEX IF NOT EXISTS pictures_of_job ON pictures (job);
 """
@@ -100,6 +102,8 @@ class JobStore:
             "runs": job.request.runs,
             "suffix": job.request.suffix,
             "as_url": job.request.as_url,
+            "webhook": job.request.webhook,
+            "loras": [{"name": use.name, "scale": use.scale} for use in job.request.shape.loras],
         }
         self._database.execute(
             "INSERT INTO jobs (id, owner, created, key, body, request, state, error)"
@@ -132,13 +136,32 @@ class JobStore:
                     (job.id,),
                 )
 
-    def end(self, job: Job) -> None:
-        """Write how ``job`` ended."""
+    def end(self, job: Job, delivery: Delivery | None = None) -> None:
+        """Write how ``job`` ended, and the ``delivery`` of its webhook."""
         error = {} if job.error is None else _as_json(job.error)
+        with self._database:  # all of it, or nothing
+            self._database.execute("BEGIN IMMEDIATE")
+            self._database.execute(
+                "UPDATE jobs SET state = ?, error = ? WHERE id = ?",
+                (job.state, json.dumps(error) if error else "", job.id),
+            )
+            if delivery is not None:
+                self.put_delivery(delivery)
+
+    def put_delivery(self, delivery: Delivery) -> None:
+        """Write ``delivery``, or how often it has failed."""
         self._database.execute(
-            "UPDATE jobs SET state = ?, error = ? WHERE id = ?",
-            (job.state, json.dumps(error) if error else "", job.id),
+            "INSERT OR REPLACE INTO deliveries VALUES (?, ?, ?, ?)", astuple(delivery)
         )
+
+    def drop_delivery(self, delivery: Delivery) -> None:
+        """Delete a delivery that arrived or is given up."""
+        self._database.execute("DELETE FROM deliveries WHERE id = ?", (delivery.id,))
+
+    def deliveries(self) -> list[Delivery]:
+        """Return the deliveries that have not arrived."""
+        rows = self._database.execute("SELECT id, url, body, tries FROM deliveries").fetchall()
+        return [Delivery(*row) for row in rows]
 
     def remove(self, job: Job) -> None:
         """Delete an ended job."""
@@ -146,10 +169,11 @@ class JobStore:
 
     # -- at the start of a server
 
-    def jobs(self, graphs: Mapping[str, Graph]) -> Iterator[Job]:
+    def jobs(self, catalog: Catalog, end: Callable[[Job], None] | None = None) -> Iterator[Job]:
         """Yield all jobs in the order of their admission, and delete files of no job.
 
-        A job that has not ended is waiting. It has failed if ``graphs`` no longer accepts it.
+        A job that has not ended is waiting. It has failed if ``catalog`` no longer accepts it;
+        ``end`` (None: `end`) is called then.
         """
         rows = self._database.execute(
             "SELECT number, id, owner, created, key, body, request, state, error FROM jobs"
@@ -162,17 +186,22 @@ class JobStore:
         for number, id, owner, created, key, body, request, state, error in rows:
             fields = json.loads(request)
             refusal, graph = Refused(**json.loads(error)) if error else None, fields["graph"]
+            shape, definition = RequestShape(graph, ()), catalog.graphs.get(graph)
             if state not in ENDED:
-                refusal = _no_longer_accepted(fields, graphs)
+                try:
+                    shape = _accepted_shape(fields, catalog)
+                except Refused as reason:
+                    refusal = reason
                 state = "waiting" if refusal is None else "failed"
-            settings = settings_of(graphs[graph], fields["runs"][0]) if graph in graphs else ()
             job = Job(
                 PictureRequest(
                     graph,
-                    (graph, settings),
+                    shape,
                     tuple(fields["runs"]),
                     fields["suffix"],
                     fields["as_url"],
+                    webhook=fields.get("webhook", ""),
+                    definition=definition,
                 ),
                 owner,
                 self.folder_of(id),
@@ -198,22 +227,26 @@ class JobStore:
                 )
             ]
             if refusal is not None and not error:
-                self.end(job)
+                (end or self.end)(job)
             yield job
 
 
-def _no_longer_accepted(fields: Mapping[str, Any], graphs: Mapping[str, Graph]) -> Refused | None:
-    """Return why the server cannot run a stored request, None if it can."""
+def _accepted_shape(fields: Mapping[str, Any], catalog: Catalog) -> RequestShape:
+    """Return the shape of a stored request. Raises Refused if the server cannot run it."""
     name = fields["graph"]
-    if name not in graphs:
+    if name not in catalog.graphs:
         text = f"the server was started again without {name}"
-        return Refused(404, text, "model_not_found", param="model")
+        raise Refused(404, text, "model_not_found", param="model")
+    graph = catalog.graphs[name]
     try:
         for inputs in fields["runs"]:
-            graphs[name].resolve(inputs)
-    except InputError as error:
-        return Refused(422, f"the server was started again with another {name}: {error}", "invalid")
-    return None
+            graph.resolve(inputs)
+        available = catalog.bodies[name].available_loras
+        uses = lora_uses(graph, available, fields.get("loras", []))
+    except (InputError, ValueError) as error:
+        text = f"the server was started again with another {name}: {error}"
+        raise Refused(422, text, "invalid") from None
+    return shape_of(graph, fields["runs"][0], catalog.editions[name], uses)
 
 
 def _result_of(entries: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,8 @@ PREVIEW_SECONDS = 0.5  # least time between previews
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """Run ``number`` of request ``id``. ``folder``: for its state and its pictures."""
+    """Run ``number`` of request ``id``. ``folder``: for its state and its pictures. ``loras``: for
+    the metadata of the pictures, with their scales."""
 
     id: str
     number: int
@@ -43,6 +44,7 @@ class RunRequest:
     folder: Path
     suffix: str
     preview: bool
+    loras: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -103,6 +105,8 @@ def save_pictures(
     kinds = graph.kinds()
     pictures = {name: value for name, value in outputs.items() if kinds[name] in ("image", "video")}
     metadata = provenance(graph.name, run.inputs, problem, version)
+    if run.loras:
+        metadata["loras"] = dict(run.loras)
     fps = frames_per_second(graph, run.inputs) if run.suffix == VIDEO else None
     files = save_outputs(pictures, run.folder / f"picture{run.suffix}", fps or FPS, source=metadata)
     names = ("stages", "seconds", "peak_bytes", "plan", "notes", "overruns")

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from graphrun.errors import BrokenPlan, DeviceLost, GraphrunError, OutOfMemory, TransferFailed
+from graphrun.graph.loras import without_paths
+from graphrun.serve.catalog import GraphVariant, Variants
 from graphrun.serve.child import leave_signals
 from graphrun.serve.log import note
 from graphrun.serve.settings import Settings
@@ -30,10 +32,12 @@ GraphShare = tuple[str, float]
 
 @dataclass(frozen=True, slots=True)
 class SessionBudget:
-    """The session of a run. ``budgets``: of its share; empty: the whole budgets.
-    ``resident_groups``: sessions that keep their memory meanwhile; the others release it."""
+    """The session of a run. ``variant``: its graph. ``budgets``: of its share; empty: the whole
+    budgets. ``resident_groups``: sessions that keep their memory meanwhile; the others release
+    it."""
 
     group: GraphShare
+    variant: GraphVariant
     budgets: Mapping[str, int]
     resident_groups: Collection[GraphShare]
 
@@ -80,8 +84,9 @@ class RequestWorker:
 
     def __init__(self, settings: Settings, send: Callable[..., None]) -> None:
         self._settings, self._send = settings, send
-        self._graphs = settings.loaded_graphs()
+        self._variants = Variants()
         self._sessions: dict[GraphShare, Any] = {}
+        self._weights: dict[GraphShare, tuple[object, ...]] = {}  # of the sessions
         self._held_bytes: dict[GraphShare, int] = {}  # of idle sessions
         self._began = time.monotonic()
         self.cancelled: set[str | None] = set()
@@ -121,7 +126,8 @@ class RequestWorker:
         except BrokenPlan as error:
             self._fail(id, 500, error)
         except GraphrunError as error:  # the pipeline's own code refuses the inputs
-            self._fail(id, 422, error)
+            text = without_paths(str(error), budget.variant.loras)
+            self._fail(id, 422, GraphrunError(text))
         except BaseException as error:  # noqa: BLE001 (the next request must run)
             traceback.print_exc()
             self._fail(id, 500, error)
@@ -148,7 +154,7 @@ class RequestWorker:
         )
         solution = session.current or session.solution
         figures.add(trace, solution, solution is previous, self._others_bytes(budget.group))
-        graph = self._graphs[budget.group[0]]
+        graph = self._variants.graph_of(budget.variant)
         return save_pictures(
             run, trace.outputs, graph, self._settings.version, figures, solution.problem.digest
         )
@@ -181,11 +187,11 @@ class RequestWorker:
     ) -> None:
         from graphrun.serve.together import run_together
 
-        inputs, (name, _) = runs[0].inputs, budget.group
+        inputs = runs[0].inputs
         with self._session(budget, inputs).lend(inputs) as host:
             run_together(
                 runs,
-                self._graphs[name],
+                self._variants.graph_of(budget.variant),
                 segments,
                 self._arguments(budget),
                 host,
@@ -208,22 +214,28 @@ class RequestWorker:
 
     def _session(self, budget: SessionBudget, inputs: Mapping[str, Any]) -> Any:
         """Return the session of ``budget``, after sessions that may not stay have released their
-        memory."""
+        memory, and sessions of the graph with other weights are closed."""
         from graphrun.session import Session
 
-        group = budget.group
+        group, weights = budget.group, budget.variant.weights
+        for other in [*self._sessions]:
+            if other[0] == group[0] and self._weights[other] != weights:
+                self._sessions.pop(other).close()
+                self._held_bytes.pop(other, None)
         for other, session in self._sessions.items():
             if other != group and other not in budget.resident_groups:
                 session.release()
                 self._held_bytes.pop(other, None)
         if group not in self._sessions:
-            graph, reuse = self._graphs[group[0]], self._settings.reuse
+            graph, reuse = self._variants.graph_of(budget.variant), self._settings.reuse
             arguments = self._arguments(budget)
+            self._weights[group] = weights
             self._sessions[group] = Session(graph, inputs=inputs, reuse=reuse, **arguments)
         return self._sessions[group]
 
     def _arguments(self, budget: SessionBudget) -> dict[str, Any]:
-        settings = self._settings
+        variant = budget.variant
+        settings = variant.settings_of(self._settings, self._variants.graph_of(variant))
         return {
             **settings.budgets,
             **budget.budgets,

@@ -114,6 +114,32 @@ def test_items_have_the_bits_of_one_device_in_order_at_the_planned_time(
     assert {event["pid"] for event in events} == {1, 2, 3}
 
 
+def test_a_batch_counts_the_processes_that_were_started_again(
+    flux: Any, crew: Any, pipeline: Placement, single: Any
+) -> None:
+    """The second device's process ends twice; the others' go on."""
+    local_crew, restarts = crew(pipeline), list[str]()
+    report_of, counts = local_crew.report, [0, 0, 0]
+
+    def report(ticket: int) -> Any:
+        if ticket not in local_crew.worker_of:
+            return report_of(ticket)
+        worker = local_crew.worker_of[ticket]
+        counts[worker] += 1
+        return replace(report_of(ticket), process=counts[worker] if worker == 1 else 7)
+
+    class Watching(Watcher):
+        def restarts_on(self, device: str) -> None:
+            restarts.append(device)
+
+    local_crew.report = report
+    batch = ran_by(flux, pipeline, local_crew, REQUESTS, watcher=Watching())
+    name = pipeline.assignments[1].name
+    assert pictures(batch) == single
+    assert batch.restarts == {name: counts[1] - 1}
+    assert restarts == [name] * (counts[1] - 1)
+
+
 def test_a_batch_has_what_took_more_than_planned_on_a_device(
     flux: Any, crew: Any, cached_dry_runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

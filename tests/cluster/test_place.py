@@ -11,6 +11,7 @@ import pytest
 from graphrun.cluster import files
 from graphrun.cluster.placement import parse_placement
 from graphrun.errors import PlanError
+from graphrun.report.plan_files import VERSION
 
 Cli = Callable[..., tuple[int, str, str]]
 SMALL = (
@@ -130,6 +131,17 @@ def test_a_text_that_is_no_placement_is_refused_with_its_line(text: str, expecte
     with pytest.raises(PlanError) as error:
         parse_placement(text)
     assert str(error.value).startswith(expected)
+
+
+@pytest.mark.parametrize("command", ["run", "explain", "diff", "report"])
+def test_a_command_for_one_machine_refuses_the_plan_of_a_cluster(
+    graphrun: Cli, tmp_path: Path, command: str
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"graphrun": VERSION, "cluster": {}, "actions": []}))
+    code, _, err = graphrun(command, str(path), *([str(path)] if command == "diff" else []))
+    assert code == 2
+    assert "plan.json: is a plan for a cluster: graphrun check reads it" in err
 
 
 def test_options_that_the_file_takes_the_place_of_are_refused(graphrun: Cli, cluster: Path) -> None:

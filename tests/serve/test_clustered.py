@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import graphrun
 from graphrun.cli.main import app
 from graphrun.errors import DeviceLost, OutOfMemory, StageError
+from graphrun.serve.catalog import GraphVariant
 from graphrun.serve.clustered import ClusterWorker
 from graphrun.serve.settings import Settings
 from graphrun.serve.worker import SessionBudget
@@ -69,9 +70,10 @@ def test_errors_of_devices_are_those_of_the_api(tmp_path: Path) -> None:
         "suffix": ".png",
         "preview": False,
     }
+    variant = GraphVariant(graphrun.load("flux-tiny"))
     errors = [DeviceLost("its process died"), OutOfMemory("full"), StageError("no such guidance")]
     for _ in range(4):
-        worker.run(run, SessionBudget(("flux-tiny", 1.0), {}, ()))
+        worker.run(run, SessionBudget(("flux-tiny", 1.0), variant, {}, ()))
     assert [(kind, content.get("status")) for kind, content in messages] == [
         ("failed", 503),
         ("failed", 503),

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from graphrun.serve import records as records_module
-from graphrun.serve.bodies import PictureRequest
+from graphrun.serve.bodies import PictureRequest, RequestShape
+from graphrun.serve.catalog import Catalog
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
 from graphrun.serve.line import Cost, Line, QueueEntry
@@ -21,13 +22,16 @@ from graphrun.serve.records import KEPT_JOBS, JobRecords
 from graphrun.serve.runs import RunQueue, _Running
 from graphrun.serve.shares import WHOLE
 
-KEY: ShapeKey = (("flux", (("steps", 4),)), WHOLE)
+KEY: ShapeKey = (RequestShape("flux", (("steps", "4"),)), WHOLE)
+GRAPH: Any = SimpleNamespace(name="flux")
 PLAN = PlannedShape(Cost(10.0, 2.0), 0, "fits", {})
 
 
 def job(folder: Path, state: str = "waiting") -> Job:
     inputs = {"steps": 4}
-    request = PictureRequest("flux", KEY[0], (inputs, inputs), ".png", as_url=False)
+    request = PictureRequest(
+        "flux", KEY[0], (inputs, inputs), ".png", as_url=False, definition=GRAPH
+    )
     return Job(request, "", folder, preview_wanted=False, state=state)
 
 
@@ -52,7 +56,7 @@ def test_unfinished_jobs_take_no_places_of_ended_ones(
 
 
 def plans(line: Line | None = None) -> Plans:
-    instance: Any = Plans(SimpleNamespace(), {}, Metrics(), line or Line())  # type: ignore[arg-type]
+    instance: Any = Plans(SimpleNamespace(), Catalog({}), Metrics(), line or Line())  # type: ignore[arg-type]
     instance.messages = []
     instance._planner = SimpleNamespace(send=lambda kind, **fields: instance.messages.append(kind))
     return instance

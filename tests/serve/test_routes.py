@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 
 from graphrun.serve import records
-from graphrun.serve.bodies import PictureRequest
+from graphrun.serve.bodies import PictureRequest, RequestShape
+from graphrun.serve.catalog import Catalog
 from graphrun.serve.jobs import Job
 from graphrun.serve.service import Service
 from graphrun.serve.settings import Settings
 from graphrun.serve.state import JobStore
 
-REQUEST = PictureRequest("flux-tiny", ("flux-tiny", ()), ({"prompt": "a"},), ".png", as_url=False)
+SHAPE = RequestShape("flux-tiny", ())
+REQUEST = PictureRequest(
+    "flux-tiny", SHAPE, ({"prompt": "a"},), ".png", as_url=False, definition=None
+)
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
@@ -44,5 +48,5 @@ def test_jobs_that_have_ended_are_kept_within_bytes(
     assert kept_ids == ids[-2:]
     if is_stored:
         store = JobStore(tmp_path / "state")
-        assert [job.id for job in store.jobs({})] == kept_ids
+        assert [job.id for job in store.jobs(Catalog({}))] == kept_ids
         store.close()

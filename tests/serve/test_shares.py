@@ -14,6 +14,7 @@ import pytest
 import graphrun
 from graphrun.model.problem import Problem
 from graphrun.profile.hardware import hardware
+from graphrun.serve.catalog import GraphVariant
 from graphrun.serve.line import Cost, Line, QueueEntry
 from graphrun.serve.planner import share_of
 from graphrun.serve.shares import SHARES, WHOLE, Arrangement, arrangements, best, seconds_of
@@ -156,7 +157,8 @@ def test_sessions_in_shares_find_their_weights_and_keep_to_the_budget(tmp_path: 
     ) -> dict[str, Any]:
         nonlocal number
         number += 1
-        inputs = graphrun.load(graph).resolve({**SMALL, "prompt": "a"})
+        pipeline = graphrun.load(graph)
+        inputs = pipeline.resolve({**SMALL, "prompt": "a"})
         fields = {
             "id": str(number),
             "number": 0,
@@ -166,7 +168,8 @@ def test_sessions_in_shares_find_their_weights_and_keep_to_the_budget(tmp_path: 
             "preview": False,
         }
         fields["folder"].mkdir()
-        worker.run(fields, SessionBudget((str(graph), share), limits, resident_groups))
+        group = str(graph), share
+        worker.run(fields, SessionBudget(group, GraphVariant(pipeline), limits, resident_groups))
         assert messages[-1][0] == "done", messages[-1]
         return messages[-1][1]
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 import graphrun
 from graphrun.profile.hardware import hardware
+from graphrun.serve.catalog import GraphVariant
 from graphrun.serve.planner import _plan_batch
 from graphrun.serve.settings import Settings
 from graphrun.serve.worker import RequestWorker, SessionBudget
@@ -56,7 +57,9 @@ def test_the_pictures_are_those_of_runs_one_by_one_and_the_seconds_those_predict
         }
 
     for number in range(3):
-        worker.run(asked(number, "alone"), SessionBudget(GROUP, {}, frozenset()))
+        worker.run(
+            asked(number, "alone"), SessionBudget(GROUP, GraphVariant(graph), {}, frozenset())
+        )
     single_runs = [content for kind, content in messages if kind == "done"]
     took = sum(result["seconds"][1] for result in single_runs)
     assert worker.clock_seconds == pytest.approx(took, rel=0.01), (
@@ -66,7 +69,8 @@ def test_the_pictures_are_those_of_runs_one_by_one_and_the_seconds_those_predict
     worker.cancelled.add("9")
     start = worker.clock_seconds
     runs = [asked(number, "together") for number in (0, 1, 9, 2)]
-    worker.run_together(runs, SessionBudget(GROUP, {}, frozenset()), tuple(segments))
+    budget = SessionBudget(GROUP, GraphVariant(graph), {}, frozenset())
+    worker.run_together(runs, budget, tuple(segments))
     took = worker.clock_seconds - start
     batch_runs = [content for kind, content in messages if kind == "done"]
     assert [kind for kind, _ in messages if kind not in ("begins", "step")] == [
