@@ -385,16 +385,16 @@ def run(
         "precomputed": _required_values(shorter_graph, precomputed or {}),
         "journal": journal,
     }
-    if cache is not None and not modules and reuse != "none":
-        choices = choices_of(solution)
-        outputs_cache = reuse_for(graph, values, problem.hardware.label, cache, reuse, (), note)
-        options["after_stage"] = lambda stage, outputs: outputs_cache.keep(stage, outputs, choices)
-    options["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
     device = open_device(problem, check_ordering=check_ordering)
     notes: list[str] = []
     solution = without_overlap(solution, device, cache=cache, tell=notes.append)
     if tell is not None and notes:
         tell(notes[0])
+    if cache is not None and not modules and reuse != "none":
+        choices = choices_of(solution)  # of the plan that runs: outputs depend on them
+        outputs_cache = reuse_for(graph, values, problem.hardware.label, cache, reuse, (), note)
+        options["after_stage"] = lambda stage, outputs: outputs_cache.keep(stage, outputs, choices)
+    options["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
     trace = execute(
         solution, shorter_graph, values, device, modules, progress, tell=tell, **options
     )
@@ -407,28 +407,34 @@ def run(
 
 def without_overlap(
     solution: Solution,
-    device: Device | None = None,
+    device: Device,
     *,
     cache: Path | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Solution:
     """Return ``solution``, planned again if copies do not overlap compute as planned.
 
-    ``device``: opened for it; None: opened here, if only opening shows it. ``cache``: as for
-    `plan`. ``tell``: called with one line if there is another plan. Raises InputError without the
-    device, and Infeasible.
+    Components keep precisions and backing stores. ``device``: opened for ``solution``.
+    ``cache``: as for `plan`. ``tell``: called with one line if there is another plan. Raises
+    Infeasible.
     """
     from graphrun.devices import as_opened
-    from graphrun.runtime.devices.open import open_device
     from graphrun.units import show_seconds
 
     problem = solution.problem
     if problem.hardware.serial_copies or problem.hardware.kind.overlap != "proved":
         return solution
-    hardware = as_opened(problem.hardware, device or open_device(problem))
+    hardware = as_opened(problem.hardware, device)
     if hardware == problem.hardware:
         return solution
-    serial_solution = plan(replace(problem, hardware=hardware), cache=cache)
+    variant_names = dict(solution.plan.variants)
+    components = tuple(
+        component.stored_as(variant_names[component.name], anywhere=True)
+        if component.name in variant_names
+        else component
+        for component in problem.components
+    )
+    serial_solution = plan(replace(problem, hardware=hardware, components=components), cache=cache)
     if tell is not None:
         tell(
             f"copies do not overlap compute on {hardware.name}: planned again, "

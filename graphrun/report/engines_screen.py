@@ -101,7 +101,11 @@ def _verdict(summary: Mapping[str, Any]) -> str:
             f"use {best}: {roughly(rows[best]['seconds'])} a warm run of {summary['graph']} within "
             f"{budget}, graphrun {seconds}"
         )
-    ratios = {name: row["ratio"] for name, row in rows.items() if row["fits"] and row["ratio"]}
+    ratios = {
+        name: row["ratio"]
+        for name, row in rows.items()
+        if row["fits"] and row["ratio"] and (row["ratio"] >= 1 or not row["caveat"])
+    }
     verdict = f"use graphrun: {seconds} a warm run of {summary['graph']} within {budget}"
     if not ratios:
         return f"{verdict}; no other engine fits"

@@ -286,7 +286,7 @@ def alternatives_screen(
             extra = option.seconds - baseline.seconds
             difference = f"{'-' if extra < 0 else '+'}{show_seconds(abs(extra))}"
             # that of the plan itself is on the screen of the plan
-            is_rough = option is not baseline and option.is_rough
+            is_rough = option is not baseline and not option.is_same_plan and option.is_rough
             largest_gap = max(largest_gap, is_rough * (1 - option.bound_seconds / option.seconds))
             cells = [
                 f"{'<' * is_rough}{show_seconds(option.seconds)}",

@@ -4,8 +4,8 @@ They explain why the plan was chosen. Because the search has tolerances, an alte
 faster. It then replaces the plan.
 
 A plan that already does what a directive demands is its own alternative. Another variant is first
-solved in less time (`graphrun.solve.frontier.quickly_solved`), and fully only if it may then be as
-fast as the plan.
+solved in less time (`graphrun.solve.frontier.quickly_solved`), and fully only if it needs no
+permission and may then be as fast as the plan.
 """
 
 from __future__ import annotations

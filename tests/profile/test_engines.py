@@ -344,6 +344,8 @@ def test_a_faster_engine_is_named() -> None:
     assert EngineComparison.summary(comparison_at("64M"), [{**row, "caveat": "x"}])["fastest"] == (
         "graphrun"
     )
+    partly_counted = {**summary, "engines": [{**row, "caveat": "x"}], "fastest": "graphrun"}
+    assert "takes 0.50 times as long" not in compare_screen(partly_counted)
     slower = {**row, "ratio": 1.31, "seconds": 5.24}
     summary = {**summary, "engines": [slower], "fastest": "graphrun"}
     assert compare_screen(summary).startswith("use graphrun: 4.0 s a warm run of g")

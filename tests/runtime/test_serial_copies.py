@@ -4,11 +4,14 @@ chooses for it."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from small_component import WIDE, Small, device_of, plan_of, run, small_hardware, small_problem, use
 
 import graphrun
+from graphrun.api import without_overlap
 from graphrun.model.problem import Problem
 from graphrun.profile.hardware import simulated
 from graphrun.runtime.host import Host
@@ -66,3 +69,27 @@ def test_problems_of_other_devices_have_no_such_field() -> None:
     plain, serial = flux_problem(serial_copies=False), flux_problem(serial_copies=True)
     assert "serial_copies" not in plain.to_json()["hardware"]
     assert plain.digest != serial.digest
+
+
+def test_a_plan_made_again_without_overlap_keeps_the_precisions() -> None:
+    """Outputs depend on them."""
+    graph = graphrun.load("flux-dev")
+    budgets: Any = {"vram": "8G", "ram": "64G", "hardware": "rtx4090"}
+    permitted_problem = graphrun.estimate(graph, allow=["nf4"], **budgets)
+    solution = replace(
+        graphrun.plan(graphrun.estimate(graph, **budgets)), problem=permitted_problem
+    )
+    lines: list[str] = []
+    device: Any = SimpleNamespace(serial_copies=True)
+    result = without_overlap(solution, device, tell=lines.append)
+    assert result.problem.hardware.serial_copies
+    assert len(lines) == 1
+    precisions = {c.name: c.variants[0].precision for c in solution.chosen.components}
+    assert {c.name: c.variants[0].precision for c in result.chosen.components} == precisions
+    assert (
+        graphrun.plan(replace(permitted_problem, hardware=result.problem.hardware))
+        .chosen.component("transformer")
+        .variants[0]
+        .precision
+        != precisions["transformer"]
+    )

@@ -24,7 +24,7 @@ from graphrun.report.page import trace_from_json
 from graphrun.report.summary import summarize
 from graphrun.runtime.devices import open as devices
 from graphrun.serve.answers import Pictures, result
-from graphrun.serve.bodies import PictureRequest
+from graphrun.serve.bodies import PictureRequest, RequestShape
 from graphrun.serve.jobs import Job
 from graphrun.serve.together import RunFigures
 from graphrun.trace import Overrun, SlotTrace, Trace, verdict
@@ -192,7 +192,10 @@ def test_the_command_for_a_list_says_it(graphrun: Cli, low_estimates: None, tmp_
 
 @pytest.mark.filterwarnings("ignore:the run took more than planned")
 def test_a_server_answers_with_it(graph: Any, problem: Problem, solution: Solution) -> None:
-    request = PictureRequest("flux-tiny", ("flux-tiny", ()), (SMALL, SMALL), ".png", as_url=False)
+    shape = RequestShape("flux-tiny", ())
+    request = PictureRequest(
+        "flux-tiny", shape, (SMALL, SMALL), ".png", as_url=False, definition=graph
+    )
     job = Job(request, "", Path(), False)
     for run in (package.plan(problem), solution):
         figures = RunFigures()

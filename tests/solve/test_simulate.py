@@ -13,7 +13,7 @@ from test_plan_texts import PLANS, problem_of
 from graphrun.errors import PlanError
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import PhaseNumbers, Problem, Use
-from graphrun.model.simulation import Simulation
+from graphrun.model.simulation import RepeatedSpans, Simulation
 from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate
 from graphrun.verify.timeline import Timeline
@@ -217,9 +217,10 @@ def test_a_run_takes_at_least_its_copies_and_its_compute(budget: int) -> None:
 
 
 def unskipped(problem: Problem, plan: Plan) -> Simulation:
-    """Simulate every round of calls one by one."""
+    """Simulate every round of calls one by one, and every call block by block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Timeline, "_skip_repetitions", lambda *_: 0)
+        patch.setattr(Timeline, "_simple_steps", lambda *_: None)
         return simulate(problem, plan)
 
 
@@ -261,4 +262,8 @@ def test_plans_of_models_take_the_seconds_of_running_every_round(
 ) -> None:
     instance = problem_of(name, gib, ram_gib)
     plan = solve(instance).plan
-    assert_same(simulate(instance, plan), unskipped(instance, plan))
+    simulation = simulate(instance, plan)
+    streams = any(slot.part == "steady" and slot.streamed_bytes for slot in simulation.slots)
+    repeats = any(isinstance(span, RepeatedSpans) for spans in simulation.spans for span in spans)
+    assert repeats == streams
+    assert_same(simulation, unskipped(instance, plan))
