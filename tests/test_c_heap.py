@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import subprocess
 import sys
@@ -91,9 +92,16 @@ def calls(seed: int, most_bytes: int, count: int = 3) -> list[Event]:
 
 
 def in_the_library(
-    events: list[Event], first_events: list[Event] | None = None, *, takes: bool = True
+    events: list[Event],
+    first_events: list[Event] | None = None,
+    *,
+    takes: bool = True,
+    padding: int = 0,
 ) -> tuple[list[int], int, int]:
-    """Return the peak of each call, and the bytes left before and after `HeapFragments.release`."""
+    """Return the peak of each call, and the bytes left before and after `HeapFragments.release`.
+
+    ``padding``: bytes of an environment variable, which moves all that the process allocates.
+    """
     result = subprocess.run(
         [sys.executable, "-c", REPLAY],
         input=json.dumps([events, first_events or [], takes]),
@@ -101,9 +109,18 @@ def in_the_library(
         text=True,
         check=True,
         cwd=Path(__file__).parent.parent,
+        env={**os.environ, "PADDING": padding * "x"},
     )
     peaks, left_bytes, freed_bytes = json.loads(result.stdout)
     return peaks[1:], left_bytes, freed_bytes
+
+
+def highest_peak(events: list[Event]) -> int:
+    """Return the peak of a call in the worst of four processes.
+
+    Where the heap begins decides which ranges fit best: for the UNet, 205 to 238 MiB were seen.
+    """
+    return max(in_the_library(events, padding=number * 700)[0][0] for number in range(4))
 
 
 def modelled(events: list[Event]) -> list[int]:
@@ -130,7 +147,7 @@ def test_the_heap_grows_as_the_librarys(
     component: str, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = sdxl(component)
-    (peak,), _, _ = in_the_library(events)
+    peak = highest_peak(events)
     (planned_peak,) = modelled(events)
     assert peak <= 1.05 * planned_peak
     monkeypatch.setattr(allocator, "FRAGMENTS_SHARE", 1.0)
@@ -161,7 +178,7 @@ def test_a_trim_leaves_what_is_live_and_a_mapped_tensor_goes_at_once() -> None:
 @pytest.mark.sweep("more")
 def test_tensors_do_not_spread_over_a_heap_that_objects_part() -> None:
     events = sdxl("unet")
-    (in_new_heap,), _, _ = in_the_library(events)
+    in_new_heap = highest_peak(events)
     (spread_peak,), _, _ = in_the_library(events, events[1:], takes=False)
     (compact,), left_bytes, freed_bytes = in_the_library(events, events[1:])
     assert spread_peak > 1.4 * compact

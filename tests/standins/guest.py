@@ -232,6 +232,7 @@ def serve(folder: Path) -> None:
     """Plans a request as the server's planner does."""
     import graphrun
     from graphrun.profile.hardware_profiles import hardware
+    from graphrun.serve.catalog import GraphVariant
     from graphrun.serve.planner import plan_forever
     from graphrun.serve.settings import Settings
     from graphrun.serve.shares import WHOLE
@@ -240,13 +241,14 @@ def serve(folder: Path) -> None:
     budgets = {"vram": "1G", "ram": 8 * 2**30}
     cards = (hardware("rtx4090", None),)
     graphs = (ROOT / "graphs" / "flux-tiny.yaml",)
+    variant = GraphVariant(graphrun.load(graphs[0]))
     settings = Settings(
         graphs, (), budgets, cards, folder / "cache", "none", folder, {}, graphrun.__version__
     )
     parent_end.send(
         (
             "plan",
-            {"graph": "flux-tiny", "key": 1, "inputs": {"prompt": "a lighthouse"}, "share": WHOLE},
+            {"variant": variant, "key": 1, "inputs": {"prompt": "a lighthouse"}, "share": WHOLE},
         )
     )
     parent_end.send(("stop", None))
