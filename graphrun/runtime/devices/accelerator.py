@@ -112,9 +112,7 @@ class Backend:
             )
         set_fraction = self.function("set_per_process_memory_fraction")
         get_fraction = self.function("get_per_process_memory_fraction")
-        if get_fraction is None:  # a limit that this process has set would be lost
-            return
-        fraction = get_fraction(index)
+        fraction = get_fraction(index) if get_fraction is not None else 1.0
         if not _works(lambda function, index: function(fraction, index), set_fraction, index):
             self._functions_by_name["set_per_process_memory_fraction"] = None
 
