@@ -419,6 +419,7 @@ def without_overlap(
     Infeasible.
     """
     from graphrun.devices import as_opened
+    from graphrun.model.choices import with_variants_of
     from graphrun.units import show_seconds
 
     problem = solution.problem
@@ -427,14 +428,8 @@ def without_overlap(
     hardware = as_opened(problem.hardware, device)
     if hardware == problem.hardware:
         return solution
-    variant_names = dict(solution.plan.variants)
-    components = tuple(
-        component.stored_as(variant_names[component.name], anywhere=True)
-        if component.name in variant_names
-        else component
-        for component in problem.components
-    )
-    serial_solution = plan(replace(problem, hardware=hardware, components=components), cache=cache)
+    serial_problem = replace(with_variants_of(problem, solution.plan), hardware=hardware)
+    serial_solution = plan(serial_problem, cache=cache)
     if tell is not None:
         tell(
             f"copies do not overlap compute on {hardware.name}: planned again, "

@@ -118,6 +118,19 @@ def reorder(
     return replace(problem, phases=reordered, values=values, precedence=None, options=())
 
 
+def with_variants_of(problem: Problem, plan: Plan) -> Problem:
+    """Return ``problem`` with only the variants of ``plan``, on any device, which then need no
+    permission. Components without a choice in ``plan`` stay as they are."""
+    names = dict(plan.variants)
+    components = tuple(
+        component.stored_as(names[component.name], anywhere=True)
+        if component.name in names
+        else component
+        for component in problem.components
+    )
+    return replace(problem, components=components)
+
+
 def apply_choices(problem: Problem, plan: Plan) -> Problem:
     """Return ``problem`` reordered, with one variant per component and its numbers in the phases.
 

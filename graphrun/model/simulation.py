@@ -149,7 +149,7 @@ class Simulation:
         return tuple(
             event(number, span)
             for number, spans in enumerate(self.spans)
-            for span in sorted(_each(spans), key=attrgetter("start_seconds"))
+            for span in sorted(_single_spans(spans), key=attrgetter("start_seconds"))
         )
 
     @property
@@ -228,7 +228,7 @@ class Simulation:
         )
 
 
-def _each(spans: Iterable[TimeSpan | RepeatedSpans | Event]) -> Iterator[TimeSpan | Event]:
+def _single_spans(spans: Iterable[TimeSpan | RepeatedSpans | Event]) -> Iterator[TimeSpan | Event]:
     for span in spans:
         if isinstance(span, RepeatedSpans):
             yield from span.all_spans()

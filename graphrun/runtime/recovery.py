@@ -27,7 +27,7 @@ from graphrun.errors import BrokenPlan, InputError, OutOfMemory, PlanError
 from graphrun.files import write_whole
 from graphrun.graph.graph import Graph
 from graphrun.hook import ProgressCallback
-from graphrun.model.choices import reorder, stages_of
+from graphrun.model.choices import reorder, stages_of, with_variants_of
 from graphrun.model.plan import Plan
 from graphrun.model.precomputed import with_fewer_steps
 from graphrun.model.problem import PhaseNumbers, Problem, Secondary
@@ -200,12 +200,7 @@ def remaining_problem(
     Components keep the variants of ``plan``. The budget shrinks if the device has less memory than
     planned. Otherwise the activation grows in the phase that ran out of memory.
     """
-    variant_names, remaining_stages = dict(plan.variants), set(todo)
-    # ``anywhere``: the component may move to another device, in the same precision and store
-    components = tuple(
-        c.stored_as(variant_names[c.name], anywhere=True) if c.name in variant_names else c
-        for c in problem.components
-    )
+    remaining_stages = set(todo)
     budget_bytes, increase, secondaries = (
         problem.budget_bytes,
         dict[str, tuple[str, int]](),
@@ -218,8 +213,7 @@ def remaining_problem(
     else:
         increase = _increase(problem, error)
     new_problem = replace(
-        problem,
-        components=components,
+        with_variants_of(problem, plan),
         budget_bytes=max(1, budget_bytes),
         phases=tuple(
             _increased(phase, increase)
