@@ -147,7 +147,9 @@ def estimate(
 
     if runs < 1:
         raise InputError(f"runs {runs}: a session has at least one run")
-    limits = replace(limits, runs=runs, allow=graph.allowed(allow))
+    limits = replace(
+        limits, runs=runs, allow=graph.allowed(allow), keeps_quantized=cache is not None
+    )
     problem = replace(problem_for(graph, values, card, limits, store_in(cache)), until=until or "")
     stages = tuple(dict.fromkeys(name.partition(".")[0] for name in strings(precomputed)))
     if not stages:
@@ -342,11 +344,12 @@ def run(
     ``random_weights``  random weights instead of the weights of the graph's source
     ``progress``        a `Hook`; or a function, called with (slot, call, calls) at the start of
                         every call into a component
-    ``cache``           a folder: measurements are saved there for the next `estimate`, and stage
-                        outputs for `precomputed`
+    ``cache``           a folder: measurements are saved there for the next `estimate`, stage
+                        outputs for `precomputed`, and weights that the run quantizes
     ``reuse``           which stage outputs are cached: ``encoded``, ``all`` or ``none``
     ``precomputed``     the values that the plan needs ready-made
-    ``tell``            called with one line for each replan
+    ``tell``            called with one line for each replan, and for each component that is
+                        quantized
     ``note``            called with the reason if outputs cannot be cached
     ``check_ordering``  on the simulated accelerator: look for data races, and raise the first
                         (graphrun/sim/ordering.py)
@@ -373,6 +376,7 @@ def run(
     from graphrun.runtime.devices.open import open_device
     from graphrun.runtime.executor import refuse_unfit
     from graphrun.runtime.recovery import execute
+    from graphrun.runtime.spool import spool_in
 
     problem = solution.problem
     graph.refuse_list()
@@ -395,6 +399,7 @@ def run(
         outputs_cache = reuse_for(graph, values, problem.hardware.label, cache, reuse, (), note)
         options["after_stage"] = lambda stage, outputs: outputs_cache.keep(stage, outputs, choices)
     options["ram_bytes"] = host_ram_bytes() + taken_bytes((modules or {}).values())
+    options["spool"] = spool_in(cache, tell)
     trace = execute(
         solution, shorter_graph, values, device, modules, progress, tell=tell, **options
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrun import api
 from graphrun.model.ranges import probable_range
+from graphrun.profile.quantizing import quantizing_costs
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -30,8 +31,8 @@ def fit(
     precision, where it is not the graph's own), ``sources`` (component -> published checkpoint),
     ``seconds``, ``seconds_range`` and ``range_reason`` of one run, ``vram_bytes``, ``ram_bytes``,
     ``download_bytes`` (of all components: published checkpoints as their pages state them, others
-    by the number of parameters) and ``changes_output``. Empty if nothing fits. Needs no weights.
-    Raises InputError.
+    by the number of parameters), ``quantizing_seconds`` (before the first run, once; only with
+    ``cache``) and ``changes_output``. Empty if nothing fits. Needs no weights. Raises InputError.
     """
     from graphrun.solve.fits import fits_of
 
@@ -63,5 +64,8 @@ def _row(graph: Graph, problem: Problem, item: Fit) -> dict[str, Any]:
         "vram_bytes": item.device_bytes,
         "ram_bytes": item.ram_bytes,
         "download_bytes": download_bytes,
+        "quantizing_seconds": sum(
+            cost.seconds for cost in quantizing_costs(item.components, problem.hardware)
+        ),
         "changes_output": bool(item.allow),
     }

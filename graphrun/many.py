@@ -75,6 +75,7 @@ def run_many(
     from graphrun.batch.requests import refuse_broken, requests_from, resolved
     from graphrun.batch.watch import Watcher as NoWatcher
     from graphrun.devices import resolved_in_process
+    from graphrun.runtime.spool import spool_in
 
     graph = graph.until(budgets.pop("until", None))
     graph = graph.without_sources() if random_weights else graph
@@ -119,6 +120,7 @@ def run_many(
             sink=sink,
             watcher=watcher or NoWatcher(),
             strict=strict,
+            spool=spool_in(cache, note),
             dispatch=cluster_runner,
         )
         batch = queue.run_requests(graph, requests, context)

@@ -42,6 +42,7 @@ from graphrun.runtime.executor import PlanSession as Runs
 from graphrun.runtime.executor import refuse_unfit, stages_for
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import run_to_the_end
+from graphrun.runtime.spool import spool_in
 from graphrun.systems import refuse_forked
 from graphrun.trace import Tier, Trace, warn_of
 
@@ -377,7 +378,11 @@ class Session:
             self._release(host)
             begin = self._idle_at()
             self._host = host or Host.of_graph(
-                planned_graph.graph, applied, self.device, self._modules
+                planned_graph.graph,
+                applied,
+                self.device,
+                self._modules,
+                spool_in(self._budgets["cache"]),
             )
             self.unplanned_seconds += self._idle_at() - begin
             self._runs = Runs(planned_graph.solution, self._host, self.device)

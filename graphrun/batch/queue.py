@@ -35,6 +35,7 @@ from graphrun.ops.loops import resume_obstacle
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.host import Host
+from graphrun.runtime.spool import Spool
 from graphrun.trace import Lane, Overrun, Trace, verdict
 
 Sink = Callable[[Request, Mapping[str, Any]], Iterable[Path]]
@@ -95,8 +96,9 @@ class BatchContext:
     the cache keys, since outputs may differ between devices. ``device``: None opens the device of
     the first problem. ``strict``: raise the error of the first request that fails. ``segments``: as
     for `schedules`. ``host``: backing stores of the whole graph, used instead of ``modules``; each
-    segment uses its part. ``dispatch(graph, requests, context, batch)`` runs requests of equal
-    settings instead of this process.
+    segment uses its part. ``spool``: as for `Running`.
+    ``dispatch(graph, requests, context, batch)`` runs requests of equal settings instead of this
+    process.
     """
 
     estimate: Callable[[Mapping[str, Any]], Problem]
@@ -111,6 +113,7 @@ class BatchContext:
     strict: bool
     segments: tuple[tuple[str, ...], ...] | None = None
     host: Host | None = None
+    spool: Spool | None = None
     dispatch: Callable[[Graph, Sequence[Request], BatchContext, Batch], None] | None = None
 
 
@@ -376,7 +379,10 @@ class _Runner(Works):
         """
         watcher = self.context.watcher
         watcher.segment(segment, len(todo))
-        with Running(segment, self.device, self.context.modules, self.context.host) as segment_run:
+        context = self.context
+        with Running(
+            segment, self.device, context.modules, context.host, context.spool
+        ) as segment_run:
             for works in todo:
                 request = works[0].request
                 arguments = self._arguments(segment.graph, works, segment.solution)

@@ -12,6 +12,7 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import PlanSession, refuse_unfit, stages_for
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import run_to_the_end
+from graphrun.runtime.spool import Spool
 from graphrun.trace import Trace
 
 
@@ -19,7 +20,8 @@ class Running(contextlib.ExitStack):
     """A session of ``segment`` on ``device``. A context manager.
 
     ``host``: backing stores of the whole graph, used instead of ``modules``; the segment uses its
-    part. Raises PlanError if the plan is not for the segment.
+    part. ``spool``: writes files of weights; default: temporary ones. Raises PlanError
+    if the plan is not for the segment.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class Running(contextlib.ExitStack):
         device: Device,
         modules: Mapping[str, Any] | None = None,
         host: Host | None = None,
+        spool: Spool | None = None,
     ) -> None:
         super().__init__()
         refuse_unfit(segment.solution, segment.graph)
@@ -36,7 +39,7 @@ class Running(contextlib.ExitStack):
         self._host = (
             host.restricted_to(selection)
             if host is not None
-            else Host.of_graph(segment.graph, selection, device, modules)
+            else Host.of_graph(segment.graph, selection, device, modules, spool)
         )
         self._session = self.enter_context(PlanSession(segment.solution, self._host, device))
 

@@ -41,6 +41,11 @@ def list_entries(as_json: AsJson = False) -> None:
         ]
         for e in entries
     ]
+    files = _spool().files
+    weight_bytes = sum(file.stat().st_size for file in files)
+    weights = (
+        f"\n{len(files)} files of quantized weights, {show_size(weight_bytes)}" if files else ""
+    )
     total = (
         f"{len(entries)} entries, {show_size(sum(e.nbytes for e in entries))} of "
         f"{show_size(store.limit_bytes)} in {store.folder}"
@@ -55,9 +60,10 @@ def list_entries(as_json: AsJson = False) -> None:
             "folder": str(store.folder),
             "limit_bytes": store.limit_bytes,
             "entries": [e.to_json() for e in entries],
+            "quantized": {"files": len(files), "nbytes": weight_bytes},
         },
         as_json,
-        screen,
+        f"{screen}{weights}",
     )
 
 
@@ -66,7 +72,10 @@ def remove_entries(
     keys: KeyArguments = None,
     remove_all: Annotated[bool, typer.Option("--all", help="Remove all entries.")] = False,
 ) -> None:
-    """Remove cached outputs by the first digits of their keys, or all."""
+    """Remove cached outputs by the first digits of their keys, or all.
+
+    --all also removes quantized weights.
+    """
     store = _outputs()
     if bool(keys) == remove_all:
         raise InputError("name entries (graphrun cache ls shows them) or add --all, not both")
@@ -81,23 +90,36 @@ def remove_entries(
                 "the entries"
             )
         selection = sorted(key for key in all_keys if key.startswith(tuple(keys)))
-    echo(f"removed {store.remove(selection)} entries")
+    files = _spool().files if remove_all else []
+    for file in files:
+        file.unlink(missing_ok=True)
+    weights = f" and {len(files)} files of quantized weights" if files else ""
+    echo(f"removed {store.remove(selection)} entries{weights}")
 
 
 @caches.command("verify")
 def verify_entries() -> None:
-    """Read all cached outputs and remove damaged ones."""
+    """Read all cached outputs and quantized weights, and remove damaged ones."""
     store = _outputs()
     damaged_entries = store.verify()
     for entry in damaged_entries:
         echo(f"damaged, removed: {entry.key[:12]} {entry.graph}/{entry.stage} {entry.inputs_text}")
     echo(f"{len(store.entries())} entries are intact, {len(damaged_entries)} were damaged")
+    for file in _spool().damaged():
+        file.unlink(missing_ok=True)
+        echo(f"damaged, removed: {file}")
 
 
 def _outputs() -> Any:
     from graphrun.batch.cache.reuse import output_store
 
     return output_store(cache_folder(False) or Path())
+
+
+def _spool() -> Any:
+    from graphrun.runtime.spool import spool_in
+
+    return spool_in(cache_folder(False) or Path())
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from graphrun.model.problem import Hardware, Problem
     from graphrun.model.solution import Solution
     from graphrun.modules.needs import Download
+    from graphrun.profile.quantizing import QuantizingCost
     from graphrun.report.screen import Look
 
 
@@ -304,7 +305,10 @@ def look(
         _desktop_note(problem),
         suggestion,
         suggestion_command,
-        checkpoint_lines(graph, precisions_of(graph_plan.solution)),
+        (
+            *checkpoint_lines(graph, precisions_of(graph_plan.solution)),
+            *quantizing_lines(quantizing_of(graph_plan, cache_folder(options.no_cache))),
+        ),
         graph_plan.gain,
     )
 
@@ -379,6 +383,35 @@ def precisions_of(solution: Solution) -> dict[str, str]:
     return {
         component.name: component.variants[0].precision for component in solution.chosen.components
     }
+
+
+def quantizing_of(graph_plan: Planned, cache: Path | None) -> tuple[QuantizingCost, ...]:
+    """Return the costs of the weights that a run of the plan quantizes first, and keeps."""
+    from graphrun.profile.quantizing import quantizing_costs
+
+    solution, graph = graph_plan.solution, graph_plan.graph
+    hardware = solution.problem.hardware
+    costs = quantizing_costs(solution.chosen.components, hardware)
+    costs = tuple(cost for cost in costs if graph.components[cost.component].source is not None)
+    if cache is None or not costs:
+        return ()
+    from graphrun.runtime.spool import has_file  # imports torch
+
+    return tuple(
+        cost
+        for cost in costs
+        if not has_file(cache, graph.components[cost.component], cost.precision, hardware)
+    )
+
+
+def quantizing_lines(costs: Iterable[QuantizingCost]) -> tuple[str, ...]:
+    """Return a line for each component that the first run quantizes."""
+    return tuple(
+        f"first run only: quantizes {cost.component} to {cost.precision} on {cost.place}, about "
+        f"{roughly(cost.seconds)} before the picture; reads {show_size(cost.read_bytes)}, later "
+        f"runs {show_size(cost.written_bytes)}"
+        for cost in costs
+    )
 
 
 def checkpoint_lines(graph: Graph, precisions: Mapping[str, str]) -> tuple[str, ...]:

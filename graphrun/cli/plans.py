@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,7 +40,7 @@ from graphrun.cli.options import (
     with_typed_budget,
 )
 from graphrun.cli.placing import ClusterFile, ItemsOption, ObjectiveOption, plan_cluster
-from graphrun.cli.planning import GraphPlanner, look, open_graph
+from graphrun.cli.planning import GraphPlanner, look, open_graph, quantizing_of
 from graphrun.cli.teams import FailLimits, FailOver, FailPeak
 from graphrun.cli.terminal import alive, width
 from graphrun.devices import per_device, refuse_wrong_budgets
@@ -120,8 +120,16 @@ def plan(
             )
             suggestions = suggestions_json(graph_plan.suggestions)
         is_interrupted = bool(graph_plan.interrupted)
+        costs = quantizing_of(graph_plan, cache_folder(options.no_cache))
         show(
-            {**summary, "suggestions": suggestions, "interrupted": is_interrupted}, as_json, screen
+            {
+                **summary,
+                "quantizing": [asdict(cost) for cost in costs],
+                "suggestions": suggestions,
+                "interrupted": is_interrupted,
+            },
+            as_json,
+            screen,
         )
     if graph_plan.interrupted:
         saved_text = f"; it is saved in {output_file}" if output_file is not None else ""

@@ -676,7 +676,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class ProblemLimits:
-    """Limits of a problem, which also depends on graph, inputs and hardware; None: no limit."""
+    """Limits of a problem, which also depends on graph, inputs and hardware; None: no limit.
+
+    ``keeps_quantized``: a run keeps the weights that it quantizes in files, for later runs.
+    """
 
     budget_bytes: int
     ram_bytes: int
@@ -685,6 +688,7 @@ class ProblemLimits:
     runs: int = 1
     allow: tuple[str, ...] = ()
     secondaries: tuple[Secondary, ...] = ()
+    keeps_quantized: bool = False
 
     @property
     def backing_stores(self) -> tuple[str, ...]:

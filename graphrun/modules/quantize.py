@@ -14,6 +14,7 @@ int8 and nf4 are those of bitsandbytes. CPU and meta only; weights come from a `
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -107,6 +108,30 @@ def quantized(weight: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
         return {"data": data, "absmax": state.absmax, "code": state.code}
     values, scales, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
     return {"CB": values, "SCB": scales}
+
+
+def quantized_in_parts(
+    weight: torch.Tensor, precision: str, device: torch.device, most_elements: int
+) -> dict[str, torch.Tensor]:
+    """Return `quantized` on the host, computed on ``device`` from parts of whole rows.
+
+    A part has at most ``most_elements``, except where one row (of nf4: rows whose elements are a
+    multiple of BLOCK) has more. Bits equal those of the whole, since statistics are of rows (int8)
+    or of BLOCK elements (nf4).
+    """
+    outputs, inputs = weight.shape
+    unit = BLOCK // math.gcd(BLOCK, inputs) if precision == "nf4" else 1  # rows of whole blocks
+    rows = unit * max(1, most_elements // (unit * inputs))
+    parts = []
+    for start in range(0, outputs, rows):
+        fields = quantized(weight[start : start + rows].to(device), precision)
+        parts.append({name: tensor.to("cpu") for name, tensor in fields.items()})
+    if len(parts) == 1:
+        return parts[0]
+    return {
+        name: parts[0][name] if name == "code" else torch.cat([part[name] for part in parts])
+        for name in parts[0]
+    }
 
 
 def normalize_quantized_layers(module: nn.Module) -> None:

@@ -240,7 +240,7 @@ class Writer:
     Values come from ``source``, or from memory: ``buffers``, computed when the module was built,
     and ``adapters``, tensors of IP-Adapters. ``shapes``: shape and dtype, by name, of the weights
     that are quantized to ``precision`` after reading. ``deltas``: what LoRAs add to weights, by
-    name.
+    name. ``quantize``: returns the fields of a weight in a precision, as `quantized` does.
     """
 
     source: Source
@@ -249,6 +249,7 @@ class Writer:
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     adapters: Mapping[str, torch.Tensor] = field(default_factory=dict)
     deltas: Mapping[str, Sequence[Delta]] = field(default_factory=dict)
+    quantize: Callable[[torch.Tensor, str], Mapping[str, torch.Tensor]] = quantized
 
     @property
     def reads_as_stored(self) -> bool:
@@ -286,7 +287,7 @@ class Writer:
     ) -> int:
         """Write the block to ``buffer`` (flat uint8, in host memory). Return the bytes read.
         ``count(tensor)`` is called for each temporary tensor."""
-        read_bytes, fields = 0, dict[str, dict[str, torch.Tensor]]()
+        read_bytes, fields = 0, dict[str, Mapping[str, torch.Tensor]]()
         for entry in layout.entries:
             view = (
                 buffer[entry.offset : entry.offset + entry.nbytes]
@@ -305,7 +306,7 @@ class Writer:
                 weight = torch.empty(shape, dtype=dtype, device="cpu")
                 count(weight)
                 read_bytes += self.read_into(name, weight)
-                fields = {name: quantized(weight, self.precision)}
+                fields = {name: self.quantize(weight, self.precision)}
                 del weight
             view.copy_(fields[name][entry.field].view(entry.tensor.shape))
         return read_bytes

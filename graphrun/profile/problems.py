@@ -128,6 +128,7 @@ def _components(
             limits.allow,
             granularity,
             limits.secondaries,
+            keeps_quantized=limits.keeps_quantized,
         )
         compiled = graph.components[name].is_compiled(limits.allow)
         if compiled and not any(group.streamable for group in profile.groups):

@@ -37,6 +37,7 @@ from graphrun.profile.precision import (
     quantizing_bytes,
     with_quantization_scratch,
 )
+from graphrun.profile.quantizing import QUANTIZING_RATES
 from graphrun.profile.recording import Call, ComponentProfile
 from graphrun.units import PAGE_BYTES, round_up
 
@@ -45,10 +46,6 @@ ON_CPU = "cpu"
 # A block that is read from files takes whole pages for up to two ranges of a file, each with a part
 # of a page before and behind it (`graphrun.runtime.files`).
 FILE_SLACK_BYTES = 4 * PAGE_BYTES
-
-# bitsandbytes 0.50 quantizes a weight on a CPU core at about these rates, in bytes of 16-bit
-# weights per second (idle 2.10 GHz Xeon core). A cast to fp8 runs at memory speed.
-QUANTIZING_RATES = {"int8": 0.2e9, "nf4": 0.07e9, "fp8": 5e9}
 
 
 def variants_of(
@@ -60,12 +57,15 @@ def variants_of(
     allow: Collection[str] = (),
     granularity: Granularity = "blocks",
     secondaries: Sequence[Secondary] = (),
+    *,
+    keeps_quantized: bool = False,
 ) -> tuple[Variant, ...]:
     """Return all variants of ``component``, the graph's own first.
 
     ``calls``: its distinct calls. ``backing_stores``: those to consider. ``allow``: only determines
     whether computing on the CPU is offered. ``granularity``: of ``profile``. ``secondaries``:
-    further devices that the component may compute on.
+    further devices that the component may compute on. ``keeps_quantized``: weights are quantized
+    into a file before a run, which reads them from there; later runs find the file.
     """
     if hardware.unified:
         backing_stores = ("file",)
@@ -77,7 +77,13 @@ def variants_of(
             variant
             for precision in component.precision
             for variant in _in_backing_stores(
-                component, precision, profile, calls, device, backing_stores
+                component,
+                precision,
+                profile,
+                calls,
+                device,
+                backing_stores,
+                keeps_quantized=keeps_quantized,
             )
         ]
 
@@ -107,6 +113,8 @@ def _in_backing_stores(
     calls: Sequence[Call],
     hardware: Hardware,
     backing_stores: Collection[str],
+    *,
+    keeps_quantized: bool,
 ) -> Iterator[Variant]:
     """Yield the variants in ``precision``: in a file, or in host memory and on disk."""
     dtype, is_quantized = component.dtype, precision in QUANTIZED
@@ -115,7 +123,13 @@ def _in_backing_stores(
         len(group.blocks) * nbytes
         for group, nbytes in zip(profile.groups, block_bytes, strict=True)
     )
-    is_stored = precision in profile.as_stored
+    is_kept = (
+        keeps_quantized
+        and is_quantized
+        and precision not in profile.as_stored
+        and component.source is not None
+    )
+    is_stored = is_kept or precision in profile.as_stored
     # whether a file has tensors that can be read block by block
     is_readable = is_stored or (not is_quantized and component.source is not None)
     file_block_bytes = block_bytes if is_stored else profile.block_bytes
@@ -147,7 +161,7 @@ def _in_backing_stores(
                 for nbytes in (file_block_bytes if is_readable else block_bytes)
             ),
             host_bytes=0,
-            stored_bytes=0 if is_readable else weight_bytes,
+            stored_bytes=weight_bytes if is_kept or not is_readable else 0,
         )
     read_seconds = _read_seconds(component, precision, file_block_bytes, hardware, is_stored)
     for backing_store in BACKING_STORES:
@@ -174,6 +188,7 @@ def _in_backing_stores(
             )
             if is_quantized and not is_stored
             else 0,
+            stored_bytes=weight_bytes if is_kept else 0,
         )
 
 

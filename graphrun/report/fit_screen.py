@@ -50,6 +50,9 @@ def fit_screen(summary: Mapping[str, Any], width: int = 80) -> str:
     ]
     for row in rows:
         parts += ["", f"{_name(row)}: {_formats(row)}"]
+        if row["quantizing_seconds"]:
+            time = roughly(row["quantizing_seconds"])
+            parts.append(look.folded(f" the first run also quantizes weights, once: about {time}"))
         parts += [look.folded(f" {name} from {source}") for name, source in row["sources"].items()]
         parts.append(folded_command(f" {row['command']}", width))
     names = {name for row in rows for name in row["formats"].values()}

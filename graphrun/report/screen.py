@@ -37,7 +37,8 @@ class Look:
     ``verbose``: show all figures. ``product``: what a run makes, such as ``a picture``.
     ``next_command``: the line with the next command. ``note``: a remark on the budget.
     ``suggestion``, ``suggestion_command``: the best suggestion in a sentence, and the command that
-    follows it. ``files``: published checkpoints that the plan reads. ``gain``: what the secondary
+    follows it. ``files``: published checkpoints that the plan reads, and weights to quantize first.
+    ``gain``: what the secondary
     devices save.
     """
 
@@ -52,7 +53,7 @@ class Look:
     gain: str = ""
 
     def first(self, verdict: str) -> str:
-        """Return ``verdict``, gain, suggestion, next command, note and published checkpoints."""
+        """Return ``verdict``, gain, suggestion, next command, note and files."""
         return "\n".join(
             (
                 self.folded(verdict),

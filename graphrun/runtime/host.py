@@ -28,7 +28,7 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.files import FileStore
 from graphrun.runtime.movers import refuse_movers
 from graphrun.runtime.residency import Residency
-from graphrun.runtime.spool import Spool
+from graphrun.runtime.spool import Spool, quantizing_on, weights_key
 
 
 class Host:
@@ -114,7 +114,12 @@ class Host:
                             for path in group.blocks
                         ),
                     )
-                host._add(module, numbers, device, writer)
+                if numbers.variants[0].stored_bytes and precision in QUANTIZED:
+                    key = weights_key(component, precision, problem.hardware)
+                    with quantizing_on(device, writer, problem.effective_bytes):
+                        host._add(module, numbers, device, writer, key)
+                else:
+                    host._add(module, numbers, device, writer)
                 if (origin := origin_of(component, precision)) is not None:
                     host.sources = (*host.sources, origin)
                 if problem.hardware.kind.has_host_kernels and (
@@ -265,9 +270,13 @@ class Host:
         numbers: ComponentNumbers,
         device: Device,
         writer: BlockWriter | None,
+        key: str = "",
     ) -> None:
-        if writer is not None and numbers.variants[0].backing_store in ("disk", "file"):
-            writer = self._spool.writer_for(module, numbers, writer)
+        variant = numbers.variants[0]
+        if writer is not None and (
+            variant.stored_bytes or variant.backing_store in ("disk", "file")
+        ):
+            writer = self._spool.writer_for(module, numbers, writer, key)
         self.modules[numbers.name] = module
         self.residencies[numbers.name] = Residency(module, numbers, device, writer)
         self._variants[numbers.name] = numbers.variants[0]

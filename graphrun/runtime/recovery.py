@@ -37,6 +37,7 @@ from graphrun.ops.runner import in_order
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.executor import PlanSession, refuse_broken, stages_for
 from graphrun.runtime.host import Host
+from graphrun.runtime.spool import Spool
 from graphrun.solve.infeasible import Infeasible
 from graphrun.solve.solve import solve
 from graphrun.trace import Event, SlotTrace, Trace
@@ -60,6 +61,7 @@ def execute(
     tell: Tell | None = None,
     keep: Path | None = None,
     ram_bytes: int | None = None,
+    spool: Spool | None = None,
     **stages_arguments: Any,
 ) -> Trace:
     """Run ``graph`` on ``inputs`` by ``solution``, which fits it (`refuse_unfit`).
@@ -69,7 +71,8 @@ def execute(
     ``modules``: components that already exist. ``host``: backing stores of an earlier run, in place
     of ``modules``; otherwise backing stores are created for this run and dropped at its end.
     ``tell``, ``keep``: see `run_to_the_end`. ``stages_arguments``: further arguments of `Stages`.
-    ``ram_bytes``: free RAM of this machine or this process's cgroup.
+    ``ram_bytes``: free RAM of this machine or this process's cgroup. ``spool``: writes files of
+    weights; default: temporary ones.
 
     Raises PlanError before anything is loaded, if the plan needs more RAM than ``ram_bytes``;
     OutOfMemory if no plan fits the memory of the device; TransferFailed if a copy fails; BrokenPlan
@@ -82,7 +85,9 @@ def execute(
             f"cgroup, has {show_size(ram_bytes)} "
             f"left: plan again with --ram {ram_bytes}"
         )
-    run_host = Host.of_graph(graph, solution.chosen, device, modules) if host is None else host
+    run_host = (
+        Host.of_graph(graph, solution.chosen, device, modules, spool) if host is None else host
+    )
     try:
         stages = stages_for(solution.plan, graph, inputs, device, run_host, **stages_arguments)
         return run_to_the_end(solution, stages, run_host, device, progress, tell=tell, keep=keep)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphrun.graph.precisions import CLASSES
-from graphrun.model.problem import Problem
+from graphrun.model.problem import ComponentNumbers, Problem
 from graphrun.solve.dominance import restrict_variants
 from graphrun.solve.least import ever_finer, has_usable_variants
 from graphrun.solve.linear import SearchBudget, SearchEnded
@@ -28,16 +28,21 @@ from graphrun.solve.suggestions import ATTEMPTS, NODES, OUTPUT_FACTOR, ROUGH_SEC
 class Fit:
     """A choice that runs within the budgets.
 
-    ``allow``: the class of precisions to allow, if any. ``precisions``: (component, precision)
-    pairs. ``seconds``: predicted, of one run. ``device_bytes``: peak on the device, with the
+    ``allow``: the class of precisions to allow, if any. ``components``: each with only the chosen
+    variant. ``seconds``: predicted, of one run. ``device_bytes``: peak on the device, with the
     context, workspace and reserve. ``ram_bytes``: peak in RAM.
     """
 
     allow: tuple[str, ...]
-    precisions: tuple[tuple[str, str], ...]
+    components: tuple[ComponentNumbers, ...]
     seconds: float
     device_bytes: int
     ram_bytes: int
+
+    @property
+    def precisions(self) -> tuple[tuple[str, str], ...]:
+        """(component, precision) pairs."""
+        return tuple((item.name, item.variants[0].precision) for item in self.components)
 
     @property
     def rank(self) -> float:
@@ -91,10 +96,7 @@ def _fit(problem: Problem, allow: Sequence[str], answer: Answer) -> Fit:
     overhead_bytes = problem.budget_bytes - problem.effective_bytes
     return Fit(
         tuple(allow),
-        tuple(
-            (component.name, component.variants[0].precision)
-            for component in best_problem.components
-        ),
+        best_problem.components,
         float(rows.seconds()) / problem.runs,
         overhead_bytes + int(rows.peak_bytes(0)),
         int(rows.peak_bytes("ram")),
