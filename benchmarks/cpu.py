@@ -310,6 +310,7 @@ class Bench:
         }
         file.write_text(json.dumps(job))
         if self.calibrates and tool == GRAPHRUN:
+            time.sleep(REST_SECONDS)  # calibration measures new memory too
             calibrate = [sys.executable, "-m", "graphrun", "calibrate", "--device", "cpu"]
             subprocess.run(calibrate, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         command, speeds = [sys.executable, str(CELL), str(file)], [product_rate()]

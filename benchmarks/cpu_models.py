@@ -50,7 +50,8 @@ class Model:
     """A graph with other configurations, precisions and inputs, and the memory caps in GiB.
 
     ``configs``: component -> keys that replace keys of the graph's configuration. ``dtypes``:
-    component -> precision, by default `fast_dtype`. ``repeated``: caps with three runs.
+    component -> precision, by default `fast_dtype`. ``repeated``: caps with three runs. The names
+    of models of the full size end with a precision other than bfloat16.
     """
 
     name: str
@@ -77,7 +78,7 @@ SMALL_CLIP = {"vocab_size": 512, "num_hidden_layers": 2}
 SMALL_WAN_VAE = {"base_dim": 32, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
 SMALL_VAE = {"block_out_channels": [32, 64, 64, 64], "layers_per_block": 1}
 
-FULL = (
+_MODELS = (
     Model("flux-schnell", GRAPHS / "flux-schnell.yaml", FLUX, (6, 8, 12, 16), repeated=(6, 12)),
     Model(
         "sdxl",
@@ -94,6 +95,10 @@ FULL = (
         dtypes={"vae": "float32"},
         repeated=(3, 4),
     ),
+)
+FULL = tuple(
+    model if fast_dtype() == "bfloat16" else replace(model, name=f"{model.name}-{fast_dtype()}")
+    for model in _MODELS
 )
 TRIAL = Model(
     "flux-3gb",
