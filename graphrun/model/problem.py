@@ -131,12 +131,14 @@ class ProcessorRates:
 class ReadRates:
     """Direct reads of files, in bytes per second: nothing else runs, or all cores compute.
 
-    ``cpu_seconds``: of reading one byte.
+    ``cpu_seconds``: of reading one byte. ``start_seconds``: of reading one page while all cores
+    compute.
     """
 
     alone_rate: float
     computing_rate: float
     cpu_seconds: float
+    start_seconds: float
 
 
 # on the host, through which files are read into unified memory that is not a CPU's
@@ -166,7 +168,7 @@ class Hardware:
     caching_allocator: bool = True  # reserves more than is allocated
     cpu_flops_per_second: float = 3e11  # of all host cores together, 16-bit
     memory_bytes_per_second: float = 1e12  # device memory, read or write
-    # latency of one copy between host and device, whatever its size
+    # latency of one copy between host and device, whatever its size; on a CPU, of one read
     copy_start_seconds: float = 0.0
     launch_seconds: float = 0.0  # of the host, to launch a kernel or a copy
     page_lock_seconds: float = 0.0  # to page-lock one byte of host memory

@@ -153,6 +153,7 @@ def _calibrate_processor(
         assert isinstance(processor.kernels, ProcessorRates)
         processor = replace(
             processor,
+            copy_start_seconds=reads.start_seconds,
             disk_bytes_per_second=reads.computing_rate,
             kernels=replace(processor.kernels, read_cpu_seconds=reads.cpu_seconds),
         )

@@ -38,6 +38,8 @@ CORE_BYTES_PER_SECOND, MEMORY_CORES = 5e9, 8
 NEW_BYTES_PER_SECOND = 1.2e9
 # bytes per second of direct reads of an NVMe disk: 1.6e9 to 1.9e9 measured with two threads
 DIRECT_READ_RATE = 1.6e9
+# seconds of a direct read of one page while all cores compute: 1.4e-3 measured with two cores
+READ_START_SECONDS = 1.4e-3
 # CPU seconds of a direct read of one byte into huge pages
 READ_CPU_SECONDS = 0.02e-9
 # seconds of PyTorch's and diffusers' code around an operator on a CPU
@@ -144,6 +146,7 @@ def cpu_estimate() -> Hardware:
         pageable_bytes_per_second=5e9,
         d2h_bytes_per_second=5e9,
         bidirectional=1.0,
+        copy_start_seconds=READ_START_SECONDS,
         disk_bytes_per_second=DIRECT_READ_RATE,
         flops_per_second=rates["matmul bfloat16"],
         convolution_scratch=False,

@@ -157,7 +157,9 @@ def _in_backing_stores(
                 for nbytes in block_bytes
             ),
             load_seconds=tuple(
-                nbytes / hardware.disk_bytes_per_second
+                hardware.copy_start_seconds + nbytes / hardware.disk_bytes_per_second
+                if nbytes
+                else 0.0
                 for nbytes in (file_block_bytes if is_readable else block_bytes)
             ),
             host_bytes=0,

@@ -19,6 +19,7 @@ def calibrate_screen(calibration: Mapping[str, Any]) -> str:
     for name, title, show in (
         (
             ("disk_bytes_per_second", "disk, while computing", _bandwidth),
+            ("copy_start_seconds", "latency of a read", lambda seconds: f"{1e3 * seconds:.1f} ms"),
             ("flops_per_second", "matrix products, bf16", _compute),
             ("memory_bytes_per_second", "copies in memory", _bandwidth),
             ("first_touch_seconds", "new memory", lambda seconds: _bandwidth(1 / seconds)),

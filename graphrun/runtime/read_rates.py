@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from graphrun.errors import InputError
 from graphrun.model.problem import ReadRates
 from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRead
 from graphrun.systems import forget_cached
-from graphrun.units import MIB
+from graphrun.units import MIB, PAGE_BYTES
 
 FILE_BYTES, SPAN_BYTES = 256 * MIB, 32 * MIB
 RING_SPANS = 2  # spans in memory, as blocks in a ring buffer
@@ -43,9 +44,28 @@ def measure_reads(folder: Path, seconds: float, file_bytes: int = FILE_BYTES) ->
                 computing_rate, _ = _rate(
                     reads, file.name, file_bytes, seconds, lambda: torch.mm(matrix, matrix)
                 )
-                return ReadRates(alone_rate, computing_rate, cpu_seconds)
+                start_seconds = _start_seconds(
+                    reads, file.name, seconds / 10, lambda: torch.mm(matrix, matrix)
+                )
+                return ReadRates(alone_rate, computing_rate, cpu_seconds, start_seconds)
     except OSError as error:
         raise InputError(f"{folder}: cannot measure the disk: {error.strerror}") from error
+
+
+def _start_seconds(
+    reads: DirectReads, file: str, seconds: float, compute: Callable[[], object]
+) -> float:
+    """Return the median seconds of reading a page; ``compute`` is called until the read is done."""
+    memory, durations = MappedArena(PAGE_BYTES), list[float]()
+    view, end = memory.view(0, PAGE_BYTES).zero_(), time.perf_counter() + seconds
+    while len(durations) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        span_read = reads.submit(Span(file, 0, PAGE_BYTES, PAGE_BYTES), view)
+        while not span_read.is_done:
+            compute()
+        span_read.wait()
+        durations.append(time.perf_counter() - start)
+    return statistics.median(durations)
 
 
 def _rate(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import graphrun
 from graphrun.model.problem import Hardware, ProcessorRates, ReadRates
 from graphrun.profile import calibrate, calibrate_cpu, doctor, processor
 from graphrun.profile import hardware_profiles as profiles
@@ -24,6 +25,7 @@ from graphrun.profile.calibrate_cpu import (
     work_of,
 )
 from graphrun.profile.costs import kernel_seconds
+from graphrun.units import MIB
 
 
 def rates_of(hardware: Hardware) -> ProcessorRates:
@@ -178,7 +180,7 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: Hardware
 ) -> None:
     def measure(folder: Path, seconds: float) -> ReadRates:
-        return ReadRates(2e9, 1.5e9, 0.03e-9)
+        return ReadRates(2e9, 1.5e9, 0.03e-9, 2e-3)
 
     assert profiles.detect_cpu(tmp_path).basis == "data sheet"
     result = calibrate.measure_and_keep("cpu", tmp_path, measure_reads=measure)
@@ -186,6 +188,7 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
     assert (profile.name, profile.basis) == ("cpu-measured", "measured")
     assert profile.disk_bytes_per_second == 1.5e9, "the rate while all cores compute"
     assert rates_of(profile).read_cpu_seconds == 0.03e-9
+    assert profile.copy_start_seconds == 2e-3
     assert 0 < profile.first_touch_seconds < 1e-7
     assert rates_of(profile).threads == torch.get_num_threads()
     assert result["figures"]["disk_alone_bytes_per_second"] == 2e9
@@ -218,3 +221,16 @@ def test_threads_are_those_of_torch() -> None:
         assert rates_of(processor.cpu_estimate()).threads == threads + 1
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.sweep("more")
+def test_small_blocks_are_not_read_again_at_every_step(tmp_path: Path) -> None:
+    """Starting a read takes longer than getting new memory for a small block."""
+    card = replace(processor.cpu_estimate(), first_touch_seconds=1e-9)
+    moved_bytes = []
+    for hardware in (card, replace(card, copy_start_seconds=0.0)):
+        problem = graphrun.estimate(
+            graphrun.load("shapes"), memory="700M", hardware=hardware, cache=tmp_path
+        )
+        moved_bytes.append(graphrun.plan(problem).simulation.moved_bytes)
+    assert moved_bytes[0] < 6 * MIB < moved_bytes[1]

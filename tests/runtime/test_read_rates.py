@@ -13,6 +13,7 @@ from graphrun.runtime.read_rates import SPAN_BYTES, measure_reads
 def test_reads_are_measured_alone_and_while_computing(tmp_path: Path) -> None:
     rates = measure_reads(tmp_path, 0.0, file_bytes=SPAN_BYTES)
     assert min(rates.alone_rate, rates.computing_rate, rates.cpu_seconds) > 0
+    assert 0 < rates.start_seconds < SPAN_BYTES / rates.computing_rate
     assert not list(tmp_path.iterdir()), "the file that was read is deleted"
 
 
