@@ -8,6 +8,7 @@
                                                  the probable ranges from them:
                                                  graphrun/model/ranges.json
     python benchmarks/published.py --table       ranges and tables of the recorded figures again
+    python benchmarks/published.py --verdicts    whether runs fit in cards of 8 to 24 GiB
 
 The constants of the cost model are fitted on the seconds of diffusers' rows: errors "as fitted"
 describe the fit, errors "left out" what to expect for other cards and models. Rows of other engines
@@ -18,6 +19,10 @@ weights) and ``--json``. ``code``: it ran other code than the installed librarie
 theirs for its bytes (`other_code`). ``of``: the whole call, a stage, a phase, or a step. Bytes are
 those that PyTorch's allocator counts: ``load_gib`` the weights, ``peak_gib`` the peak (of a stage
 or a phase: without weights). Peaks as nvidia-smi counts them are not compared.
+
+Verdicts: a run fits in a card if its published peak is no larger. Wrong ones are counted for the
+estimated peaks, which ``graphrun fit`` plans with, and for the rule that a model needs 1.2 times
+its weights (with offloading, those of its largest component).
 """
 
 from __future__ import annotations
@@ -52,6 +57,11 @@ ABOUT = ("source", "facts", "engine", "code", "arguments", "of", "peak_kind", "n
 TAIL = 0.05
 ASSUMED = {ranges.LAPTOP: 2.0, ranges.UNKNOWN: 2.0}  # few published runs: a factor either way
 LONG = (ranges.PUBLISHED, ranges.UNSEEN)
+KEPT = ("weights_gib",)  # recorded figures that stay
+CARDS_GIB, RULE = (8, 12, 16, 24), 1.2
+# precisions of a similar size among those that estimates list by component
+SIMILAR = {"int8wo": "int8", "quanto": "int8", "fp8wo": "fp8", "layerwise": "fp8"}
+SIMILAR |= {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def published() -> Iterator[dict[str, Any]]:
@@ -289,6 +299,72 @@ def bytes_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def whole_runs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of diffusers with the peak of a whole run, one for each command."""
+    members = [row for row in rows if "peak_gib" in row and not row["of"] and by_diffusers(row)]
+    return list({(row["arguments"], row["code"]): row for row in members}.values())
+
+
+def weights_on_device(row: Mapping[str, Any], estimate_json: Mapping[str, Any]) -> int:
+    """Return the bytes of the weights that the rule counts: all, or the largest component's."""
+    if mode_of(row) != "offloaded":
+        return int(estimate_json["mode"]["weights_bytes"])
+    words = row["arguments"].split()
+    texts = [word for name, word in zip(words, words[1:], strict=False) if name == "--precision"]
+    formats = {name: value for name, _, value in (text.rpartition("=") for text in texts)}
+    sizes = []
+    for component in estimate_json["components"]:
+        name = formats.get(component["name"], formats.get("", component["dtype"]))
+        sizes.append(component["weights"][SIMILAR.get(name, name)]["bytes"])
+    return int(max(sizes))
+
+
+def set_verdicts(results: dict[str, Any], date: str) -> None:
+    """Set the wrong verdicts by card in ``results``; estimate the weights of rows without them."""
+    rows, verdicts = whole_runs(results["rows"]), dict[str, Any]()
+    for row in rows:
+        if "weights_gib" not in row:
+            nbytes = weights_on_device(row, estimate(row["arguments"], row["code"]))
+            row["weights_gib"] = round(nbytes / GIB, 4)
+            print(row["arguments"], row["weights_gib"], flush=True)
+    for size in CARDS_GIB:
+        wrong: dict[str, list[str]] = {}
+        for row in rows:
+            peak = row["peak_gib"]
+            verdicts_of_row = {
+                "estimate": peak["estimated"] <= size,
+                "rule": RULE * row["weights_gib"] <= size,
+            }
+            for name, fits in verdicts_of_row.items():
+                if fits != (peak["published"] <= size):
+                    wrong.setdefault(name, []).append("yes" if fits else "no")
+        verdicts[str(size)] = {
+            "runs": len(rows),
+            "fitting": sum(row["peak_gib"]["published"] <= size for row in rows),
+            "wrong": {
+                name: {text: wrong.get(name, []).count(text) for text in ("yes", "no")}
+                for name in ("estimate", "rule")
+            },
+        }
+    results["verdicts"] = {"date": date, "cards": verdicts}
+
+
+def verdict_table(verdicts: Mapping[str, Any]) -> list[str]:
+    """Return the table of wrong verdicts, as in docs/estimating.md."""
+    lines = [
+        "| fits in | runs that do | wrong: estimate | wrong: 1.2 x weights |",
+        "|---|---|---|---|",
+    ]
+    for size, card in verdicts["cards"].items():
+        cells = [f"{size} GiB", f"{card['fitting']} of {card['runs']}"]
+        cells += [
+            f"{sum(wrong.values())} ({wrong['yes']} yes, {wrong['no']} no)"
+            for wrong in (card["wrong"][name] for name in ("estimate", "rule"))
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 CONDITIONS = {
     ranges.UNKNOWN: "a CPU, shared memory, AMD or Intel",
     ranges.COPIES: "over a tenth of the time is copying, which varies by host",
@@ -373,15 +449,23 @@ def main() -> None:
     os.chdir(ROOT)
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    if "--verdicts" in sys.argv:
+        set_verdicts(results, datetime.date.today().isoformat())
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        print(*verdict_table(results["verdicts"]), sep="\n")
+        return
     if "--table" not in sys.argv:
         from fit_costs import EXPECTED
 
         recorded = {key(row): row for row in results.get("rows", ())}
         rows = [{name: row[name] for name in ABOUT} for row in published()]
+        for row in rows:
+            row |= {n: recorded[key(row)][n] for n in KEPT if n in recorded.get(key(row), ())}
         set_seconds(rows, recorded, fits="--left-out" in sys.argv)
         set_bytes(rows, words, recorded)
         date = datetime.date.today().isoformat()
-        results = {"date": date, "constants": len(EXPECTED), "rows": rows}
+        recorded_verdicts = {name: results[name] for name in ("verdicts",) if name in results}
+        results = {"date": date, "constants": len(EXPECTED), "rows": rows, **recorded_verdicts}
     timed_rows = [row for row in results["rows"] if "seconds" in row]
     for row, figures in zip(timed_rows, with_ranges(timed_rows), strict=True):
         row["left_out"] = figures

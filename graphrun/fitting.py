@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrun import api
+from graphrun.disk_store import store_in
 from graphrun.model.ranges import probable_range
 from graphrun.profile.quantizing import quantizing_costs
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
+    from graphrun.model.fit import Fit
     from graphrun.model.problem import Hardware, Problem
-    from graphrun.solve.fits import Fit
 
 
 def fit(
@@ -29,21 +30,24 @@ def fit(
 
     Each is a JSON-ready row: ``allow`` (what to allow, or nothing), ``formats`` (component ->
     precision, where it is not the graph's own), ``sources`` (component -> published checkpoint),
-    ``seconds``, ``seconds_range`` and ``range_reason`` of one run, ``vram_bytes``, ``ram_bytes``,
+    ``seconds``, ``seconds_range`` and ``range_reason`` of one run, ``enough_vram_bytes`` and
+    ``enough_ram_bytes`` (for these seconds; with all of the budgets, a run is at most 3 % faster),
     ``download_bytes`` (of all components: published checkpoints as their pages state them, others
     by the number of parameters), ``quantizing_seconds`` (before the first run, once; only with
     ``cache``) and ``changes_output``. Empty if nothing fits. Needs no weights. Raises InputError.
     """
-    from graphrun.solve.fits import fits_of
+    from graphrun.store import fits_for
 
     problem = api.estimate(graph, vram=vram, ram=ram, hardware=hardware, inputs=inputs, cache=cache)
-    return [_row(graph, problem, item) for item in fits_of(problem)]
+    return [_row(graph, problem, item) for item in fits_for(problem, store_in(cache))]
 
 
 def _row(graph: Graph, problem: Problem, item: Fit) -> dict[str, Any]:
     formats, sources, download_bytes = dict[str, str](), dict[str, str](), 0
-    for name, precision in item.precisions:
-        component, numbers = graph.components[name], problem.component(name)
+    components = item.components(problem)
+    for numbers in components:
+        name, precision = numbers.name, numbers.variants[0].precision
+        component = graph.components[name]
         checkpoint = component.checkpoint(precision)
         if precision != component.precision[0]:
             formats[name] = precision
@@ -51,7 +55,7 @@ def _row(graph: Graph, problem: Problem, item: Fit) -> dict[str, Any]:
             sources[name] = checkpoint.source
             download_bytes += checkpoint.nbytes
         elif component.source is not None:
-            download_bytes += numbers.weight_bytes()
+            download_bytes += problem.component(name).weight_bytes()
     # a run from files: each weight is read and copied
     likely = probable_range(problem.hardware, item.seconds, item.seconds)
     return {
@@ -61,11 +65,11 @@ def _row(graph: Graph, problem: Problem, item: Fit) -> dict[str, Any]:
         "seconds": item.seconds,
         "seconds_range": list(likely.bounds),
         "range_reason": likely.reason,
-        "vram_bytes": item.device_bytes,
-        "ram_bytes": item.ram_bytes,
+        "enough_vram_bytes": item.device_bytes,
+        "enough_ram_bytes": item.ram_bytes,
         "download_bytes": download_bytes,
         "quantizing_seconds": sum(
-            cost.seconds for cost in quantizing_costs(item.components, problem.hardware)
+            cost.seconds for cost in quantizing_costs(components, problem.hardware)
         ),
         "changes_output": bool(item.allow),
     }

@@ -6,7 +6,8 @@
     problem    dry run + hardware + budgets                           read without importing torch
     call       state of an attached pipeline, signature of the        its dry run
                call, versions
-    plan       the problem's digest + graphrun's own source           read without importing highspy
+    plan,      the problem's digest + graphrun's own source           read without importing highspy
+    fits
     measured   device, versions, component, shapes                    applied to a problem when it
                (`graphrun.profile.feedback`)                          is read
 
@@ -41,6 +42,7 @@ from graphrun.graph.loading import load
 from graphrun.graph.media import size_text
 from graphrun.graph.parts import Reference
 from graphrun.graph.shipped import graphs_folder
+from graphrun.model.fit import Fit
 from graphrun.model.plan import parse
 from graphrun.model.problem import Hardware, Problem, ProblemLimits
 from graphrun.model.solution import Solution
@@ -258,6 +260,19 @@ def suggestions_for(
         if store is not None:
             store.put_json("suggestions", key, [asdict(suggestion) for suggestion in speedup_list])
     return worthwhile(speedup_list, solution)
+
+
+def fits_for(problem: Problem, store: Store | None) -> tuple[Fit, ...]:
+    """Return `graphrun.solve.fits.fits_of`, from ``store`` or solved for."""
+    key = _plan_key(problem) if store is not None else ""
+    fits = _stored(store, "fits", key, TypeAdapter(tuple[Fit, ...]).validate_python)
+    if fits is None:
+        from graphrun.solve.fits import fits_of  # imports highspy
+
+        fits = fits_of(problem)
+        if store is not None:
+            store.put_json("fits", key, [asdict(fit) for fit in fits])
+    return fits
 
 
 def frontier_for(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import graphrun as package
+from graphrun import fitting
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Checkpoint
 from graphrun.model.problem import Problem
@@ -44,13 +45,25 @@ def test_formats_of_published_checkpoints_fit_where_16_bits_wait_for_the_disk(
     for fit in fits.values():
         assert 0 < fit.device_bytes <= 8 * GIB
         assert 0 < fit.ram_bytes <= 16 * GIB
-    assert dict(fits[""].precisions)["transformer"] == "bfloat16"
-    assert dict(fits["4bit"].precisions)["transformer"] in ("nf4", "Q4_K_S", "Q4_0")
+    precisions = {
+        name: {item.name: item.variants[0].precision for item in fit.components(problem)}
+        for name, fit in fits.items()
+    }
+    assert precisions[""]["transformer"] == "bfloat16"
+    assert precisions["4bit"]["transformer"] in ("nf4", "Q4_K_S", "Q4_0")
     # a plan with the permission takes what was said
     graph = package.load("flux-dev")
     allowed_problem = replace(problem, allow=graph.allowed(["4bit"]))
+    fit = fits["4bit"]
     seconds = package.plan(allowed_problem).simulation.total_seconds
-    assert seconds == pytest.approx(fits["4bit"].seconds, rel=0.05)
+    assert seconds == pytest.approx(fit.seconds, rel=0.03)
+    # and in the VRAM and RAM that are said to be enough
+    enough_problem = replace(
+        allowed_problem, budget_bytes=fit.device_bytes, ram_bytes=fit.ram_bytes
+    )
+    enough_seconds = package.plan(enough_problem).simulation.total_seconds
+    assert 0.999 * seconds < enough_seconds < 1.03 * seconds
+    assert fit.device_bytes < 5 * GIB, "the plan above fills its 8 GiB"
 
 
 @pytest.mark.sweep("more")
@@ -109,6 +122,15 @@ def test_a_folder_is_imported_and_nothing_is_written(graphrun: Cli, tmp_path: Pa
     assert code == 0, err
     assert [row["allow"] for row in json.loads(output)["choices"]] == [[]]
     assert not list(tmp_path.rglob("*.yaml"))
+
+
+def test_choices_are_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, card = package.load("shapes"), hardware("rtx4060laptop")
+    rows = fitting.fit(graph, card, "1G", "1G", cache=tmp_path)
+    assert rows
+    assert rows == fitting.fit(graph, card, "1G", "1G")
+    monkeypatch.setattr("graphrun.solve.fits.fits_of", lambda _: pytest.fail("solved again"))
+    assert rows == fitting.fit(graph, card, "1G", "1G", cache=tmp_path)
 
 
 def test_what_fit_refuses(graphrun: Cli) -> None:

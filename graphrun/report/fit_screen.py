@@ -11,6 +11,13 @@ from graphrun.report.screen import Look, range_note
 from graphrun.report.table import table
 from graphrun.units import GIB, roughly
 
+SIZES = ("enough_vram_bytes", "enough_ram_bytes", "download_bytes")
+HEAD = ("enough VRAM", "enough RAM", "download")
+NOTE = (
+    "sizes in GiB; enough: with all of the budgets, a run is at most 3 % faster; every format but "
+    "the graph's own changes the output"
+)
+
 
 def fit_screen(summary: Mapping[str, Any], width: int = 80) -> str:
     """Return the choices of ``summary``, best first, each with its command."""
@@ -27,25 +34,23 @@ def fit_screen(summary: Mapping[str, Any], width: int = 80) -> str:
             if quick_rows
             else f"; nothing runs within {roughly(want)}"
         )
-    head = ["format", "seconds", "range", "VRAM", "RAM", "download", "output"]
+    head = ["format", "seconds", "range", *HEAD]
     lines = [
         [
             _name(row),
             f"{row['seconds']:.0f}",
             "{:.0f} to {:.0f}".format(*row["seconds_range"]),
-            *(f"{row[key] / GIB:.1f}" for key in ("vram_bytes", "ram_bytes", "download_bytes")),
-            "changes" if row["changes_output"] else "the same",
+            *(f"{row[key] / GIB:.1f}" for key in SIZES),
         ]
         for row in rows
     ]
     parts = [
         look.folded(verdict),
         "",
-        table([head, *lines], left_columns=(0, 6)),
+        table([head, *lines], left_columns=(0,)),
         look.folded(
-            " seconds of one run from files, predicted; sizes in GiB; download: published "
-            "checkpoints as their pages state them, others by their parameters"
-            f"{range_note(rows)}"
+            f" seconds of one run from files, predicted; {NOTE}; download: published checkpoints "
+            f"as their pages state them, others by their parameters{range_note(rows)}"
         ),
     ]
     for row in rows:
@@ -61,7 +66,7 @@ def fit_screen(summary: Mapping[str, Any], width: int = 80) -> str:
 
 def fits_screen(summary: Mapping[str, Any], width: int = 80) -> str:
     """Return a row for each graph with its best choice, the graphs that fit first."""
-    look, head = Look(width), ["graph", "format", "seconds", "VRAM", "RAM", "download"]
+    look, head = Look(width), ["graph", "format", "seconds", *HEAD]
     rows, notes = [head], []
     for graph in sorted(summary["graphs"], key=lambda graph: graph["best"] is None):
         best = graph["best"]
@@ -69,7 +74,7 @@ def fits_screen(summary: Mapping[str, Any], width: int = 80) -> str:
             rows.append([graph["name"], "does not fit" if "error" not in graph else "-", *4 * "-"])
             notes += [f" {graph['name']}: {graph['error']}"] if "error" in graph else []
             continue
-        sizes = (best[key] / GIB for key in ("vram_bytes", "ram_bytes", "download_bytes"))
+        sizes = (best[key] / GIB for key in SIZES)
         rows.append(
             [
                 graph["name"],
@@ -78,10 +83,7 @@ def fits_screen(summary: Mapping[str, Any], width: int = 80) -> str:
                 *(f"{size:.1f}" for size in sizes),
             ]
         )
-    note = (
-        f" on {summary['hardware']} ({summary['basis']}); seconds of one run from files; sizes in "
-        "GiB; every format but the graph's own changes the output"
-    )
+    note = f" on {summary['hardware']} ({summary['basis']}); seconds of one run from files; {NOTE}"
     next_line = f"next: graphrun fit flux-dev --card {summary['hardware']}"
     return "\n".join(
         [
