@@ -93,10 +93,10 @@ the checkpoint's precision; `graphrun estimate NAME` shows each component.
 |---{"|---" * len(BUDGETS)}|---|
 """
 TAIL = """
-- Pyramid-Flow (miniFLUX, 768p) needs [its own code](howto/own-code.md#a-program-of-any-class), \
+- Pyramid-Flow needs [its own code](howto/own-code.md#a-program-of-any-class), \
 and `--trust-package`.
 - Kandinsky 5 and HunyuanVideo 1.5 decode in tiles; `--set tiling=false` switches that off. \
-sd21-upscaled decodes 2048 pixels at once; with
+sd21-upscaled decodes 2048 pixels; with
   `--allow tiling`, 8 GiB are enough (39 s).
 - Ideogram 4's pipeline calls layers of its text encoder one by one; such layers are not streamed.
 - Qwen-Image 2.1, FLUX.3 and MiniMax-H3 need torchvision to run, not to plan.
