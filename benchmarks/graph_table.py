@@ -45,6 +45,7 @@ NAMES = (
     "flux-controlnet",
     "flux2-dev",
     "flux2-klein",
+    "flux3-klein",
     "chroma",
     "z-image",
     "krea2",
@@ -62,6 +63,7 @@ NAMES = (
     "pixart-sigma",
     "hunyuan-dit",
     "qwen-image",
+    "qwen-image-21",
     "wan-14b",
     "wan22-t2v",
     "wan22-i2v",
@@ -72,45 +74,36 @@ NAMES = (
     "ltx",
     "ltx2",
     "cosmos3-nano",
+    "minimax-h3",
     "pyramid-flow",
     "stable-audio",
 )
 
 HEAD = f"""# Reference graphs
 
-Each file in `graphs/` plans without weights and GPU. `graphrun list` prints the names, and \
-`graphrun fit NAME` the formats that fit your card.
+Each file in `graphs/` plans without weights and GPU.
 
 Seconds are of one cold run, predicted for an RTX 4090 with {RAM[:-1]} GiB of RAM at the graph's \
 default inputs, with weights read from disk.
 Next to them is the peak in GiB, as `nvidia-smi` shows it. `-`: does not fit; the minimum VRAM is \
 in parentheses. Weights are in GiB, in
-the checkpoint's precision; `graphrun estimate NAME` shows each component. `make tables` writes \
-this page.
+the checkpoint's precision; `graphrun estimate NAME` shows each component.
 
 | graph | {" | ".join(f"{budget[:-1]} GiB" for budget in BUDGETS)} | weights |
 |---{"|---" * len(BUDGETS)}|---|
 """
 TAIL = """
-- Pyramid-Flow (miniFLUX, 768p) needs [its own code](howto/own-code.md#a-program-of-any-class), \
+- Pyramid-Flow needs [its own code](howto/own-code.md#a-program-of-any-class), \
 and `--trust-package`.
 - Kandinsky 5 and HunyuanVideo 1.5 decode in tiles; `--set tiling=false` switches that off. \
-sd21-upscaled decodes 2048 pixels at once; with
+sd21-upscaled decodes 2048 pixels; with
   `--allow tiling`, 8 GiB are enough (39 s).
-- Ideogram 4 needs 18 GiB: its pipeline calls the layers of the text encoder one by one, and such \
-layers are not streamed.
-- sdxl-int8 and sdxl-nf4 quantize their weights in each cold run, on one CPU core. [Published \
-checkpoints](sources.md#published-checkpoints) need none of that.
-- Of equally fast plans, the one that moves the fewest bytes is taken, so a peak may be lower \
-within a larger budget.
-- Missing: Qwen-Image-Edit, Qwen-Image 2.1, MiniMax-H3, FLUX.3 and Bria FIBO 2 (their processors \
-need torchvision), Kolors (needs sentencepiece
-  and its vocabulary), Cosmos 2.5 (needs a checker whose configuration diffusers does not have), \
-ACE-Step 1.5 (its code looks at computed values, and a dry
-  run has none).
-
-[`graphrun graph`](cli.md#graphrun-graph) draws stages, components, and values with their bytes. \
-In Python, `graphrun.load(file).to_networkx()` returns a `networkx.DiGraph`.
+- Ideogram 4's pipeline calls layers of its text encoder one by one; such layers are not streamed.
+- Qwen-Image 2.1, FLUX.3 and MiniMax-H3 need torchvision to run, not to plan.
+- Missing: Qwen-Image-Edit, LTX-2.5, Kandinsky 6, GLM-Image, Anima, Wan-Animate 2, Bria FIBO 2, \
+Stable Audio 3, Kolors (needs sentencepiece and its
+  vocabulary), Cosmos 2.5 (needs a checker whose configuration diffusers does not have), \
+ACE-Step 1.5 (its code looks at computed values).
 """
 
 

@@ -49,6 +49,7 @@ from graphrun.modules.contents import (
     replace_layers,
 )
 from graphrun.modules.lora import deltas_of
+from graphrun.modules.processors import is_processor, processor_of_texts
 from graphrun.modules.quantize import quantizable_layers
 from graphrun.modules.source_files import (
     OF_COMPONENT,
@@ -164,6 +165,7 @@ __all__ = ["build", "build_part", "draft", "meta_module", "resolve_class"]
 _SAVED_KEYS = frozenset(
     {"_class_name", "_diffusers_version", "transformers_version", "model_type", "architectures"}
 )
+_IMAGES = "image_processor"  # settings of a processor's pictures, next to its tokenizer's
 _TOKENIZER_KEYS = frozenset(
     {
         "model_max_length",
@@ -360,10 +362,11 @@ def _source_in(
 def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     """Return the tokenizer, scheduler or processor of ``part``.
 
-    A tokenizer comes from its source; without one, or if ``planning``, from its ``file``: a
-    stand-in is enough to plan, because texts are padded. When planning, unpadded texts get the
-    maximum length, because a plan must be valid for every prompt. Any other part comes from its
-    config, or from its source if it has none. Raises GraphError at the part's line.
+    A tokenizer, or a processor for texts and images, comes from its source; without one, or if
+    ``planning``, from its ``file``: a stand-in is enough to plan, because texts are padded. When
+    planning, unpadded texts get the maximum length, because a plan must be valid for every prompt.
+    Any other part comes from its config, or from its source if it has none. Raises GraphError at
+    the part's line.
     """
     kind, label, length_source = (
         resolve_class(part.class_path, graph.trust, part.file_line, "part"),
@@ -373,7 +376,7 @@ def build_part(part: Part, graph: Graph, *, planning: bool = False) -> Any:
     file = part.file or Path(length_source)
     with _graph_errors(label, part.class_path, part.file_line, part.source):
         if part.file is not None and (planning or part.source is None):
-            instance = _tokenizer(part, part.file)
+            instance = _tokenizer(part, kind, part.file)
         elif part.has_config and part.file is None:
             if hasattr(kind, "from_config") and not _SAVED_KEYS & part.config.keys():
                 _check_keys(part.config, _parameters_of(kind), label, part.file_line)
@@ -420,14 +423,20 @@ def _refuse_large(config: Mapping[str, Any], label: str, file_line: str) -> None
             )
 
 
-def _tokenizer(part: Part, file: Path) -> Any:
+def _tokenizer(part: Part, kind: type[Any], file: Path) -> Any:
+    """Return a tokenizer from ``file``, in a processor if ``kind`` is one."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    _check_keys(part.config, _TOKENIZER_KEYS, f"parts.{part.name}", part.file_line)
-    with _graph_errors(f"parts.{part.name}", str(file), part.file_line):
-        return PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_file(str(file)), **part.config
+    label, config = f"parts.{part.name}", dict(part.config)
+    images = config.pop(_IMAGES, None) if is_processor(kind) else None
+    _check_keys(config, _TOKENIZER_KEYS, label, part.file_line)
+    with _graph_errors(label, str(file), part.file_line):
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_file(str(file)), **config
+        )
+        return (
+            processor_of_texts(kind, tokenizer, images or {}) if is_processor(kind) else tokenizer
         )
 
 

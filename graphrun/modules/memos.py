@@ -71,6 +71,19 @@ def memos(modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
     )
 
 
+def moved_tables(modules: Mapping[str, nn.Module]) -> Iterator[MovedTables]:
+    """Yield the tables of ``modules``: attributes beyond weights with tensors, now on the CPU."""
+    for _, child, attributes in attributes_of(modules):
+        tables = {
+            key: value
+            for key, value in attributes.items()
+            if isinstance(value, (list, tuple, dict))
+            and next(found_in(value, torch.Tensor), None) is not None
+        }
+        if tables and not on_device(tables):
+            yield MovedTables(child, tables)
+
+
 def lru_caches(modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
     """Return the `memos` made by `functools.lru_cache`, which all instances of a class share."""
     caches = _method_caches(
@@ -162,6 +175,17 @@ class HeldAttributes:
             self.restore(key)
             if on_device({key: table.get(key)}):
                 table[key] = replace_in(table[key], torch.Tensor.cpu)
+
+
+class MovedTables(HeldAttributes):
+    """Tables that code of ``holder`` may move to the device, such as Qwen-Image 2.1's list of
+    rotary frequencies."""
+
+    def cache_clear(self) -> None:
+        """Put the tables that are on the device back on the CPU."""
+        table = vars(self.holder)
+        for key in on_device({key: table.get(key) for key in self._values}):
+            self.restore(key)
 
 
 def _is_on_device(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from graphrun.model.problem import ComponentNumbers, Granularity, Problem, Varia
 from graphrun.modules.build import build_part, draft, meta_modules
 from graphrun.modules.compiled import compile_blocks
 from graphrun.modules.dtype_variants import DtypeVariants
-from graphrun.modules.memos import HeldAttributes, attributes_of, memos
+from graphrun.modules.memos import HeldAttributes, MovedTables, attributes_of, memos, moved_tables
 from graphrun.modules.quantize import ill_suited
 from graphrun.modules.source_files import origin_of
 from graphrun.runtime.backing import BlockWriter, Disk
@@ -155,8 +155,13 @@ class Host:
         """Caches in the modules (such as functools.cache) with tensors; cleared between phases."""
         return memos(self.modules)
 
+    @functools.cached_property
+    def moved_tables(self) -> tuple[MovedTables, ...]:
+        """Tables that stages move to the device; moved back between phases, as plans expect."""
+        return tuple(moved_tables(self.modules))
+
     def clear_memos(self) -> None:
-        for memo in self.memos:
+        for memo in (*self.memos, *self.moved_tables):
             memo.cache_clear()
 
     @property

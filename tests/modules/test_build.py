@@ -118,6 +118,8 @@ PUBLISHED = {
     "krea2": {"transformer": "13"},
     "ernie-image": {"transformer": "8", "text_encoder": "3.8"},
     "ideogram4": {"transformer": "9.3", "unconditional_transformer": "9.3", "text_encoder": "8"},
+    "qwen-image-21": {"transformer": "7.1"},
+    "minimax-h3": {"transformer": "33"},
     "hunyuan-image": {"transformer": "17"},
     "bria-fibo": {"transformer": "8", "text_encoder": "3"},
     "sana": {"transformer": "1.6"},
@@ -181,6 +183,30 @@ def test_parameter_counts_are_those_published(name: str) -> None:
     for key, published in PUBLISHED[name].items():
         count = sum(p.numel() for p in meta_module(graph.component(key), graph.trust).parameters())
         assert f"{count / 1e9:.{len(published.partition('.')[2])}f}" == published, key
+
+
+@pytest.mark.parametrize(
+    ("name", "component", "bits", "gigabytes"),
+    [
+        ("flux3-klein", "transformer", 9, "6.24"),  # LostBeard/flux-3-image-klein-q4-ILGPU
+        ("flux3-klein", "transformer", 5, "3.47"),
+        (
+            "qwen-image-21",
+            "transformer",
+            16,
+            "14.2",
+        ),  # github.com/raullenchai/Rapid-MLX/issues/3642
+        ("qwen-image-21", "text_encoder", 16, "17.5"),
+        ("minimax-h3", "text_encoder", 16, "66.7"),  # github.com/unslothai/unsloth/pull/8283
+    ],
+)
+def test_weights_have_the_bytes_of_published_files(
+    name: str, component: str, bits: int, gigabytes: str
+) -> None:
+    graph = load(GRAPHS / f"{name}.yaml")
+    module = meta_module(graph.component(component), graph.trust)
+    nbytes = sum(parameter.numel() for parameter in module.parameters()) * bits / 8
+    assert f"{nbytes / 1e9:.{len(gigabytes.partition('.')[2])}f}" == gigabytes
 
 
 def test_cosmos_3_has_the_text_model_of_qwen3_vl_8b() -> None:

@@ -1,0 +1,79 @@
+"""Reference graphs whose pipelines take a processor of texts and images, without torchvision: a run
+within the least VRAM makes the pipeline's own output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers as d
+import pytest
+import torch
+import transformers as t
+from campaign import sampled
+from import_whole import GRAPHS, SEED, equal, planned, run
+
+from graphrun.errors import GraphError
+from graphrun.graph.graph import Graph
+from graphrun.graph.loading import load
+from graphrun.modules.build import build, build_part, resolve_class
+from graphrun.ops.modular import silence_diffusers
+
+TEXT = "two ships"
+NAMES = ("qwen-image-21", "flux3-klein", "minimax-h3")
+
+
+def components_of(graph: Graph) -> dict[str, Any]:
+    return {
+        **{key: build(component, graph) for key, component in graph.components.items()},
+        **{key: build_part(part, graph) for key, part in graph.parts.items()},
+    }
+
+
+def own_output(graph: Graph) -> Any:
+    """The first output of the pipeline's own call with the graph's default inputs."""
+    kind, components = resolve_class(graph.pipeline, graph.trust), components_of(graph)
+    values = graph.resolve({"prompt": TEXT, "seed": SEED})
+    arguments = {
+        "prompt": TEXT,
+        "height": values["height"],
+        "width": values["width"],
+        "num_inference_steps": values["steps"],
+        "generator": torch.Generator().manual_seed(SEED),
+    }
+    if not issubclass(kind, d.ModularPipeline):
+        return kind(**components)(**arguments).images[0]
+    with silence_diffusers():
+        pipe = kind()
+        pipe._blocks.sub_blocks.pop("prompt_upsampler", None)
+        pipe = pipe._blocks.init_pipeline()
+        pipe.update_components(**components)
+        output = "videos" if "videos" in pipe.blocks.output_names else "images"
+        return pipe(**arguments, output=output)[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sampled(NAMES, ["flux3-klein", "qwen-image-21"], "imports"))
+def test_a_processor_without_torchvision(name: str) -> None:
+    graph = load(GRAPHS / f"{name}-tiny.yaml")
+    inputs = {"prompt": TEXT, "seed": SEED}
+    trace = run(graph, planned(graph, inputs, at_minimum=True), inputs)
+    assert trace.overruns == ()
+    assert equal(next(iter(trace.outputs.values())), own_output(graph))
+
+
+def test_a_processor_reads_texts_and_pictures() -> None:
+    graph = load(GRAPHS / "qwen-image-21-tiny.yaml")
+    processor = build_part(graph.parts["processor"], graph)
+    assert isinstance(processor, t.Qwen3VLProcessor)
+    picture = torch.zeros(3, 64, 64, dtype=torch.uint8)
+    encoded = processor(text=["<|image_pad|> a"], images=[picture], return_tensors="pt")
+    assert encoded["pixel_values"].shape == (16, 3 * 2 * 16 * 16)  # patches of 16 pixels, twice
+    assert (encoded["input_ids"] == processor.image_token_id).sum() == 4  # merged four to one
+
+
+def test_an_unknown_setting_of_a_processors_pictures() -> None:
+    graph = load(GRAPHS / "qwen-image-21-tiny.yaml")
+    part = graph.parts["processor"]
+    part.config["image_procesor"] = {}
+    with pytest.raises(GraphError, match="unknown key 'image_procesor'"):
+        build_part(part, graph)
