@@ -34,6 +34,9 @@ __all__ = [
 ]
 
 
+SHORTAGE_ROUNDS = 2  # of `sufficient_budget` where another placement is only compared
+
+
 @dataclass(frozen=True, slots=True)
 class BudgetTier:
     """A budget, and its minimum for which a plan exists."""
@@ -146,8 +149,8 @@ def shortage(problem: Problem) -> Infeasible:
     Without suggestions. The budgets suffice, but less may suffice too. If the device's budget is
     too small, the other budgets are left out.
     """
-    sufficient_bytes = sufficient_budget(problem)
-    problem, needs = _split_with_needs(with_page_overhead_of_minimum(problem, is_proven=False))
+    sufficient_bytes = sufficient_budget(problem, SHORTAGE_ROUNDS)
+    problem, needs = _split_with_needs(with_page_overhead_of_minimum(problem, SHORTAGE_ROUNDS))
     tier = _device_tier(problem, sufficient_bytes)
     tiers = (tier,) if needs else (tier, *_host_tiers(problem))
     return Infeasible(problem, needs, tiers, ())

@@ -156,13 +156,13 @@ def smallest_budget(problem: Problem) -> int:
     return _budget_of(problem, _least(_without_budget(problem)) if problem.counts_pages else None)
 
 
-def sufficient_budget(problem: Problem) -> int:
+def sufficient_budget(problem: Problem, rounds: int = ROUNDS) -> int:
     """Return a VRAM budget for which a plan exists, in bytes.
 
     Usually it equals `smallest_budget`. It takes less time, because it does not prove that nothing
-    fits into less.
+    fits into less. ``rounds``: as for `_small`.
     """
-    small = _small(_without_budget(problem))[0] if problem.counts_pages else None
+    small = _small(_without_budget(problem), rounds)[0] if problem.counts_pages else None
     return _budget_of(problem, small)
 
 
@@ -190,17 +190,18 @@ def _least(problem: Problem) -> Solution | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _small(problem: Problem) -> tuple[Solution | None, int]:
+def _small(problem: Problem, rounds: int = ROUNDS) -> tuple[Solution | None, int]:
     """Return a plan of little memory, and the minimum budget of the program, in bytes.
 
-    Solves at that minimum with the replay's page overhead set aside, until a plan fits its budget.
+    Solves at that minimum with the replay's page overhead set aside, until a plan fits its budget,
+    but at most ``rounds`` times.
     """
     if not has_usable_variants(problem):
         return None, 0
     solutions = list[Solution]()
     floors = list[int]()
     set_aside = dict[tuple[str, str], int]()
-    while len(floors) < ROUNDS:
+    while len(floors) < rounds:
         floors.append(smallest_tensor_budget(with_overheads(problem, set_aside)))
         if solutions and floors[-1] >= problem.budget_for(min(map(_peak_bytes, solutions))):
             break
@@ -381,15 +382,15 @@ def _plan_for(problem: Problem, solution: Solution) -> tuple[Problem, Plan]:
     return split, replace(solution.plan, problem=split.digest)
 
 
-def with_page_overhead_of_minimum(problem: Problem, *, is_proven: bool = True) -> Problem:
+def with_page_overhead_of_minimum(problem: Problem, rounds: int | None = None) -> Problem:
     """Return ``problem`` with the page overhead of the plan of least memory set aside.
 
-    ``is_proven`` False: the overhead of a plan of little memory, which takes less time.
+    ``rounds``: the overhead of a plan of little memory, as for `_small`, which takes less time.
     """
     minimum: Solution | None = None
     if problem.counts_pages:
         unlimited = _without_budget(problem)
-        minimum = _least(unlimited) if is_proven else _small(unlimited)[0]
+        minimum = _least(unlimited) if rounds is None else _small(unlimited, rounds)[0]
     slots = (
         (*minimum.simulation.slots, *minimum.simulation.further_slots)
         if minimum is not None
