@@ -28,7 +28,7 @@ class Canonical:
     ) -> None:
         self._fields_of, self._nested, self._shared = fields_of, nested, shared
         # by `id`; with the record, so that no other record gets its `id`
-        self._kept: OrderedDict[int, tuple[Any, str]] = OrderedDict()
+        self._fragments: OrderedDict[int, tuple[Any, str]] = OrderedDict()
 
     def json(self, part: Any) -> str:
         if isinstance(part, self._nested):
@@ -39,9 +39,9 @@ class Canonical:
             return f"[{','.join(map(self.json, part))}]"
         if not isinstance(part, self._shared):
             return json.dumps(part, default=self._fields_of, sort_keys=True, separators=(",", ":"))
-        if (kept := self._kept.get(id(part))) is None:
-            kept = part, self.json(self._fields_of(part))
-            self._kept[id(part)] = kept
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-        return kept[1]
+        if (entry := self._fragments.get(id(part))) is None:
+            entry = part, self.json(self._fields_of(part))
+            self._fragments[id(part)] = entry
+            if len(self._fragments) > MOST_KEPT:
+                self._fragments.popitem(last=False)
+        return entry[1]

@@ -141,8 +141,8 @@ def _faster_layers(search: _Search, target_seconds: float) -> ProgramSolution | 
         return None
     number = min(minimum.results)
     formulation = search.formulations[number]
-    chosen = formulation.chosen_in(minimum.results[number].values)
-    choices = [formulation.program.variant_choices[n] for n in chosen]
+    numbers = formulation.chosen_in(minimum.results[number].values)
+    choices = [formulation.program.variant_choices[n] for n in numbers]
     pairs = zip(problem.components, choices, strict=True)
     variants = {component.name: choice.variant.name for component, choice in pairs}
     stage_choice = search.stage_choices[number]

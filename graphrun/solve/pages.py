@@ -298,17 +298,17 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
             if previous and has("near plans")
             else iter(())
         )
-        near = next((result for result in near_results if result is not None), None)
-        if near is None:
+        near_result = next((result for result in near_results if result is not None), None)
+        if near_result is None:
             target_seconds = previous.solution.seconds if previous else 0.0
             previous = find(
                 slotwise_problem if number == 1 and has("reserved pages") else smaller_problem,
                 target_seconds=target_seconds,
                 template=previous,
             )
-        if (candidate := near or previous) is None:
+        if (candidate := near_result or previous) is None:
             break
-        if candidate is near or first is None:
+        if candidate is near_result or first is None:
             solution = _valid_in_pages(candidate.solution, first)
         else:
             solution = carried_over(problem, candidate.solution, first.bound_seconds)
