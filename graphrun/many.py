@@ -138,12 +138,12 @@ def _machines(
     """Return the cluster. Raises InputError for arguments that it replaces, and for an unknown
     objective."""
     from graphrun.cluster.machines import Cluster, read_cluster
+    from graphrun.cluster.placement import refuse_objective
 
     if extra_names := [name for name, value in replaced_arguments.items() if value is not None]:
         raise InputError(
             f"{', '.join(extra_names)}: leave out with a cluster, which has the budgets and the "
             "devices"
         )
-    if objective not in ("throughput", "latency"):
-        raise InputError(f"objective {objective!r} is not known; use throughput or latency")
+    refuse_objective(objective)
     return cluster if isinstance(cluster, Cluster) else read_cluster(Path(cluster), cache)

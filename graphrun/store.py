@@ -8,6 +8,7 @@
                call, versions
     plan,      the problem's digest + graphrun's own source           read without importing highspy
     fits
+    quick      the same                                               its quickly found plan
     measured   device, versions, component, shapes                    applied to a problem when it
                (`graphrun.profile.feedback`)                          is read
 
@@ -238,6 +239,25 @@ def fitting_for(
     return solution
 
 
+def quick_for(
+    problem: Problem, store: Store | None, step: Callable[[str], None] | None = None
+) -> Solution | None:
+    """Return the plan of ``problem`` from ``store``, else a quickly found one, which is stored too.
+
+    ``step``: as for `fitting_for`.
+    """
+    for kind in ("plan", "quick"):
+        if (stored_plan := _stored_plan(problem, store, kind)) is not None:
+            return stored_plan
+    from graphrun.solve.frontier import quickly_solved  # imports highspy
+
+    if step is not None:
+        step(show_size(problem.budget_bytes))
+    if (solution := quickly_solved(problem)) is not None:
+        keep_plan(problem, solution, store, "quick")
+    return solution
+
+
 def suggestions_for(
     problem: Problem, solution: Solution, options: Callable[[], Iterable[Any]], store: Store | None
 ) -> tuple[Any, ...]:
@@ -301,31 +321,29 @@ def curve_for(
 ) -> Frontier:
     """Return `graphrun.solve.frontier.curve` through ``solution``, the plan of ``problem``.
 
-    Other plans are read from ``store``, else solved for quickly and not kept. ``step``: as for
-    `fitting_for`.
+    Other plans are those of `quick_for`. ``step``: as for `fitting_for`.
     """
-    from graphrun.solve.frontier import curve, quickly_solved  # imports highspy
+    from graphrun.solve.frontier import curve  # imports highspy
 
-    def solve(variant: Problem) -> Solution | None:
-        if (stored_plan := _stored_plan(variant, store)) is not None:
-            return stored_plan
-        step(show_size(variant.budget_bytes))
-        return quickly_solved(variant)
-
-    return curve(problem, solution, solve)
+    return curve(problem, solution, lambda variant: quick_for(variant, store, step))
 
 
-def _stored_plan(problem: Problem, store: Store | None) -> Solution | None:
+def _stored_plan(problem: Problem, store: Store | None, kind: str = "plan") -> Solution | None:
     def read(entry: Any) -> Solution | None:
         return checked_solution(
             split_into_layers(problem, entry["layers"]), parse(entry["plan"]), *entry["proof"]
         )
 
-    return _stored(store, "plan", _plan_key(problem), read) if store is not None else None
+    return _stored(store, kind, _plan_key(problem), read) if store is not None else None
 
 
-def keep_plan(problem: Problem, solution: Solution, store: Store | None) -> None:
-    """Store ``solution`` as the best plan for ``problem``, with components before any split."""
+def keep_plan(
+    problem: Problem, solution: Solution, store: Store | None, kind: str = "plan"
+) -> None:
+    """Store ``solution`` as the best plan for ``problem``, with components before any split.
+
+    ``kind``: ``quick`` for a quickly found plan.
+    """
     if store is not None:
         proof = [getattr(solution, field.name) for field in fields(Solution)[3:]]
         layers = [
@@ -334,7 +352,7 @@ def keep_plan(problem: Problem, solution: Solution, store: Store | None) -> None
             if component.granularity == "layers"
         ]
         store.put_json(
-            "plan",
+            kind,
             _plan_key(problem),
             {"plan": str(solution.plan), "layers": layers, "proof": proof},
         )

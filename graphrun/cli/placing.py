@@ -11,7 +11,6 @@ import typer
 from graphrun.cli.common import cache_folder, load, show, solving
 from graphrun.cli.options import PlanOptions, option
 from graphrun.cli.terminal import alive, width
-from graphrun.errors import InputError
 
 if TYPE_CHECKING:
     from graphrun.cluster.machines import Cluster
@@ -60,11 +59,11 @@ def plan_cluster(
     """Run ``plan`` with ``--cluster``."""
     from graphrun.cluster import files
     from graphrun.cluster.place import place
+    from graphrun.cluster.placement import refuse_objective
     from graphrun.cluster.screen import placement_screen, summary
     from graphrun.report.screen import Look
 
-    if objective not in (None, "throughput", "latency"):
-        raise InputError(f"--objective {objective!r} is not known; use throughput or latency")
+    refuse_objective(objective or "throughput")
     cluster, pipeline_graph = open_cluster(file, options), load(graph, options)
     start = time.perf_counter()
     with (

@@ -167,12 +167,16 @@ def explain(
         show(summarize(solution, graph_plan.solve_seconds), as_json, explain_screen(solution))
         return
     from graphrun.solve.alternatives import alternatives
-    from graphrun.store import fitting_for, keep_plan
+    from graphrun.store import fitting_for, keep_plan, quick_for
 
     store = store_in(cache_folder(options.no_cache))
     with solving(), alive(f"other placements of {component}") as step:
         best, rows = alternatives(
-            solution, component, lambda variant: fitting_for(variant, store), step
+            solution,
+            component,
+            lambda variant: fitting_for(variant, store),
+            lambda variant: quick_for(variant, store),
+            step,
         )
     screen = alternatives_screen(best, component, rows)
     if best is not solution:

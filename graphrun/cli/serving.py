@@ -267,9 +267,7 @@ def _devices(options: PlanOptions, cluster: Path | None, cache: Path) -> dict[st
             raise InputError(
                 f"--cluster runs on Ray, which is not installed: {install_command('cluster')}"
             )
-        names = ("allow", "keep", "exclude", "pin", "reserve")
-        budgets = {name: options.estimate_arguments[name] for name in names}
-        return {"budgets": budgets, "hardware": (), "cluster": machines}
+        return {"budgets": options.cluster_arguments, "hardware": (), "cluster": machines}
     hardware = tuple(cards_for(options, cache, to_run=True))
     options = with_budget(options, hardware[0])
     budgets = {"vram": options.vram, **options.estimate_arguments}

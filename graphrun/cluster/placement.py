@@ -23,10 +23,10 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from graphrun.cluster.machines import Cluster, ClusterDevice
-from graphrun.errors import PlanError
+from graphrun.errors import InputError, PlanError
 from graphrun.limits import require
 from graphrun.model.choices import stages_of
 from graphrun.model.plan import BlockLists, Plan, parse
@@ -37,6 +37,14 @@ from graphrun.reading import quoted
 from graphrun.verify.solution import broken_rules
 
 Objective = Literal["throughput", "latency"]
+
+
+def refuse_objective(name: str) -> None:
+    """Raise InputError if there is no objective called ``name``."""
+    if name not in get_args(Objective):
+        raise InputError(f"objective {name!r} is not known; use {' or '.join(get_args(Objective))}")
+
+
 StageSpan = tuple[int, int]  # of a part: its first stage, and the stage after its last
 WAITING = 2  # most items that wait in RAM before a device, and most results behind it
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from graphrun.device_kinds import DeviceKind, kind_called
+from graphrun.model.canonical import Canonical
 from graphrun.model.phase_trace import PhaseTrace
 from graphrun.units import MIB, PAGE_BYTES
 
@@ -666,9 +667,7 @@ class Problem:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON form, first 16 hexadecimal digits."""
-        return hashlib.sha256(
-            json.dumps(self, default=_fields_of, sort_keys=True, separators=(",", ":")).encode()
-        ).hexdigest()[:16]
+        return hashlib.sha256(_CANONICAL.json(self).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-serializable dictionary from which an equal problem can be made."""
@@ -696,3 +695,8 @@ class ProblemLimits:
     def backing_stores(self) -> tuple[str, ...]:
         """Backing stores to consider: pageable memory only if pinned memory is limited."""
         return ("pinned", "disk") if self.pinned_bytes is None else ("pinned", "pageable", "disk")
+
+
+_CANONICAL = Canonical(
+    _fields_of, (Problem, PhaseNumbers, StageOption), (ComponentNumbers, Use, PhaseTrace)
+)

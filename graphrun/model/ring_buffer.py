@@ -81,6 +81,11 @@ class RingBuffer:
         self._live = deque((start, end, number + count) for start, end, number in self._live)
         self._by_start = [(start, end, number + count) for start, end, number in self._by_start]
 
+    @property
+    def oldest_distance(self) -> int:
+        """How many placements before the next one its oldest block was placed; 0: empty."""
+        return self._count - self._live[0][2] if self._live else 0
+
     def layout(self) -> tuple[int, ...]:
         """Return all that later placements depend on, whatever the number of earlier ones."""
         numbers = (

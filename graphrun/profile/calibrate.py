@@ -268,8 +268,6 @@ def measure_and_keep(
     and within seconds. ``compiled``: as for `calibrate`. Raises InputError if ``name`` is the name
     of a data-sheet estimate, or if the device cannot be measured.
     """
-    if kind:
-        refuse_uncalibrated(kind)
     device_kind = kind_called(kind) if kind else _kind_here()
     kind, is_host = device_kind.name, device_kind.is_host
     allowed_seconds = allowed_seconds or (CPU_SECONDS if is_host else ALLOWED_SECONDS)

@@ -339,7 +339,7 @@ def _why(alternative: Alternative, problem: Problem) -> str:
         for need in alternative.needs
     ]
     return (
-        f"{'; '.join(needs)}; minimum: {_device_option(problem, alternative.smallest_budget_bytes)}"
+        f"{'; '.join(needs)}; enough: {_device_option(problem, alternative.sufficient_bytes)}"
         if needs
         else f"{alternative.binding} is the limit"
     )
@@ -372,7 +372,7 @@ def alternatives_json(
         elif option.refusal:
             row["refusal"] = option.refusal
         else:
-            row |= figures(option, "binding", "smallest_budget_bytes") | {
+            row |= figures(option, "binding", "sufficient_bytes") | {
                 "needs": [asdict(need) for need in option.needs]
             }
         rows.append(row)

@@ -20,7 +20,7 @@ from graphrun.model.plan import Plan
 from graphrun.model.problem import ComponentNumbers, ComponentPlacement, Directive, Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.frontier import quickly_solved
-from graphrun.solve.infeasible import refusal
+from graphrun.solve.infeasible import shortage
 from graphrun.solve.pages import carried_over, solved
 
 SolveOrNone = Callable[[Problem], Solution | None]
@@ -36,7 +36,7 @@ class Alternative:
 
     ``permission``: what must be added to ``allow``; "" if nothing. ``refusal``: why the directive
     cannot be tried; "" if it can. If nothing fits: ``binding``, the budget that is too small;
-    ``needs``, the phases that do not fit; ``smallest_budget_bytes``, the minimum VRAM. Otherwise:
+    ``needs``, the phases that do not fit; ``sufficient_bytes``, a VRAM budget that fits. Otherwise:
     simulated seconds and bytes of all runs, a lower bound on the seconds, and whether the plan
     ``is_same_plan`` as the chosen one.
     """
@@ -47,7 +47,7 @@ class Alternative:
     refusal: str = ""
     binding: str = ""
     needs: tuple[PhaseMinimum, ...] = ()
-    smallest_budget_bytes: int = 0
+    sufficient_bytes: int = 0
     seconds: float = 0.0
     bound_seconds: float = 0.0
     moved_bytes: int = 0
@@ -68,6 +68,7 @@ def alternatives(
     solution: Solution,
     component: str,
     solve: SolveOrNone = solved,
+    solve_quickly: SolveOrNone = quickly_solved,
     step: Callable[[str], None] = lambda _: None,
 ) -> tuple[Solution, tuple[Alternative, ...]]:
     """Solve and simulate the alternatives for ``component``.
@@ -75,9 +76,9 @@ def alternatives(
     Return the best plan and the alternatives: the plan itself, each of `PLACEMENTS`, each other
     variant. The best plan is ``solution``, or a faster alternative that its problem permits.
 
-    Other components keep their directives, but may change variants. ``solve``: returns None if
-    nothing fits. ``step``: called with the name of each alternative before it is solved. Raises
-    InputError for an unknown component.
+    Other components keep their directives, but may change variants. ``solve``, ``solve_quickly``:
+    return None if nothing fits. ``step``: called with the name of each alternative before it is
+    solved. Raises InputError for an unknown component.
     """
     problem, names = solution.problem, [numbers.name for numbers in solution.problem.components]
     if component not in names:
@@ -91,7 +92,7 @@ def alternatives(
     ]
     problems += _with_other_variants(solution, problem.component(component))
     results = [
-        _solved_alternative(solution, alternative, new_problem, solve, step)
+        _solved_alternative(solution, alternative, new_problem, solve, solve_quickly, step)
         for alternative, new_problem in problems
     ]
     candidates = (
@@ -162,6 +163,7 @@ def _solved_alternative(
     alternative: Alternative,
     problem: Problem | None,
     solve: SolveOrNone,
+    solve_quickly: SolveOrNone,
     step: Callable[[str], None],
 ) -> _Tried:
     if problem is None:
@@ -172,7 +174,7 @@ def _solved_alternative(
         plan_solution = carried_over(problem, solution, solution.bound_seconds)
         if plan_solution is not None and not plan_solution.excess_page_overheads():
             return alternative, plan_solution
-    quick = quickly_solved(problem) if alternative.variant else None
+    quick = solve_quickly(problem) if alternative.variant else None
     if quick is not None and (
         alternative.permission
         or quick.gap <= NEAR
@@ -181,12 +183,12 @@ def _solved_alternative(
         return alternative, quick
     if (result := solve(problem)) is not None:
         return alternative, result
-    infeasible = refusal(problem, suggestions=False)
+    infeasible = shortage(problem)
     return replace(
         alternative,
         binding=infeasible.binding,
         needs=infeasible.needs,
-        smallest_budget_bytes=infeasible.smallest_budget_bytes,
+        sufficient_bytes=infeasible.smallest_budget_bytes,
     ), None
 
 

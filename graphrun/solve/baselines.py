@@ -43,6 +43,10 @@ def fitting(program: Program, baseline: Baseline, limit: int | None = None) -> I
     largest = max(range(len(weights)), key=lambda c: weights[c], default=0)
     yielded_count, is_needed = 0, _is_needed(program)
     rows = rows_of(program, _reaching(program, np.zeros_like(is_needed)))
+    # bytes of a block on the main device; the bytes of a slot next to blocks and ring buffers
+    main_bytes = program.held_bytes * [not group.secondary for group in program.groups]
+    fixed_bytes = np.array([int(rows.fixed_bytes(t)) for t in range(len(program.intervals))])
+    limit_bytes = program.problem.effective_bytes
     too_large = [c for c in range(len(weights)) if _short_bytes(rows, c) > 0]
     blocks = max((group.count for group in program.groups if group.component == largest), default=0)
     for resident_count in range(blocks, -1, -1) if baseline == "single K" else (0,):
@@ -59,6 +63,8 @@ def fitting(program: Program, baseline: Baseline, limit: int | None = None) -> I
             for group in program.groups
         ]
         target_counts = is_needed * np.where(streamed, stay, program.counts)
+        if (target_counts @ main_bytes + fixed_bytes > limit_bytes).any():
+            continue
         double_buffered = _reaching(program, target_counts, evict=baseline != "resident")
         for choice in (
             double_buffered,

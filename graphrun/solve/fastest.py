@@ -9,8 +9,9 @@ HiGHS minimises seconds, then bytes moved, then memory. At most three rounds; th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -31,7 +32,16 @@ from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.program import Choice, Program
 from graphrun.solve.programs import on_first_device, program_of, with_variants
 from graphrun.solve.rows import Rows, excess_bytes, rows_of
-from graphrun.solve.search import REFINE_GOALS, SLACK, Answer, can_reach, choose, least_seconds
+from graphrun.solve.search import (
+    REFINE_GOALS,
+    SLACK,
+    Answer,
+    Minimum,
+    can_reach,
+    choose,
+    fewest_seconds,
+    least_seconds,
+)
 from graphrun.solve.sessions import choose_for, many_runs
 from graphrun.solve.strategies import Strategy, has
 from graphrun.verify.check import check
@@ -48,6 +58,9 @@ DEEPER = (
 # Ratio of simulated to predicted seconds above which a plan is refined. Also the least factor by
 # which a plan with layers must be faster to replace a plan with blocks.
 TOLERANCE = 1.001
+# Factor by which a plan with layers must be faster than the program of blocks predicts, so that the
+# plan with blocks is not searched. Simulated, it could be a little faster than predicted.
+CLEARLY = 1.01
 # Values of K to try for single K, from the largest that fits: smaller ones are hardly ever faster.
 MOST_SINGLE_K = 6
 
@@ -104,42 +117,92 @@ def find(
         is not None
     ):
         return split_result
-    results = (
-        _solve_as_split(candidate, target_seconds=target_seconds)
-        for candidate in ever_finer(problem)
-    )
-    best = next((result for result in results if result is not None), None)
-    if best is None:
+    searches = (search for candidate in ever_finer(problem) if (search := _search(candidate)))
+    for search in searches:
+        finer = _faster_layers(search, target_seconds) if layers else None
+        if (
+            finer is not None
+            and search.minimum is not None
+            and finer.seconds * CLEARLY <= search.minimum.value
+        ):
+            return finer
+        if (best := _solved(search, target_seconds)) is not None:
+            return _with_layers(best, finer, target_seconds) if layers else best
+    return None
+
+
+def _faster_layers(search: _Search, target_seconds: float) -> ProgramSolution | None:
+    """Return a plan with layers if it may be clearly faster than any plan of ``search``.
+
+    Only for a single run. Its bound holds for the plans of ``search`` too.
+    """
+    problem, minimum = search.problem, search.minimum
+    if minimum is None or problem.runs > 1:
         return None
-    if layers and (name_and_formulation := _worth_splitting(best.solution)) is not None:
-        finer, is_single_run = (
-            split_into_layers(best.solution.problem, {name_and_formulation[0]}),
-            problem.runs == 1,
-        )
-        finer_result = (
-            _solve_as_split(finer, name_and_formulation[1], target_seconds, baselines=False)
-            if is_single_run
-            else _repeated_run(finer, name_and_formulation[1], target_seconds)
-        )
-        if finer_result is not None and finer_result.seconds * TOLERANCE <= best.seconds:
-            return finer_result
-    return best
+    number = min(minimum.results)
+    formulation = search.formulations[number]
+    numbers = formulation.chosen_in(minimum.results[number].values)
+    choices = [formulation.program.variant_choices[n] for n in numbers]
+    pairs = zip(problem.components, choices, strict=True)
+    variants = {component.name: choice.variant.name for component, choice in pairs}
+    stage_choice = search.stage_choices[number]
+    with_choices = _with_choices(problem, stage_choice.order, stage_choice.options, variants)
+    if (layers := _worth_splitting(problem, with_choices, minimum.value / CLEARLY)) is None:
+        return None
+    name, layer_formulation = layers
+    return _solve_as_split(
+        split_into_layers(problem, {name}),
+        layer_formulation,
+        target_seconds,
+        baselines=False,
+        other_bound=minimum.bound,
+    )
 
 
-def find_near(problem: Problem, previous: ProgramSolution) -> ProgramSolution | None:
+def _with_layers(
+    best: ProgramSolution, finer: ProgramSolution | None, target_seconds: float
+) -> ProgramSolution:
+    """Return ``best``, or a plan with layers if that is faster by TOLERANCE.
+
+    ``finer``: that plan, if already searched. The bound is the lower one of both searches.
+    """
+    problem, bound = best.solution.problem, best.solution.bound_seconds
+    if finer is None:
+        with_choices = _with_choices_of(problem, best.solution.plan)
+        # A session's average run is compared with a single run with layers.
+        limit_seconds = best.solution.objective_seconds / problem.runs / TOLERANCE
+        if (layers := _worth_splitting(problem, with_choices, limit_seconds)) is None:
+            return best
+        split, formulation = split_into_layers(problem, {layers[0]}), layers[1]
+        finer = (
+            _solve_as_split(split, formulation, target_seconds, baselines=False, other_bound=bound)
+            if problem.runs == 1
+            else _repeated_run(split, formulation, target_seconds, bound)
+        )
+    if finer is None:
+        return best
+    if finer.seconds * TOLERANCE <= best.seconds:
+        return finer
+    bound = min(bound, finer.solution.bound_seconds)
+    return replace(best, solution=replace(best.solution, bound_seconds=bound))
+
+
+def find_near(
+    problem: Problem, previous: ProgramSolution, smaller: Problem | None = None
+) -> ProgramSolution | None:
     """Return a plan close to ``previous``, at most TOLERANCE times as slow; None if none is found.
 
     It differs only in the resident blocks of each slot, and little. Takes a fraction of the time of
-    `find`. ``problem``: the problem of ``previous`` with other budgets or other bytes kept free
-    (`graphrun.solve.pages.with_overheads`).
+    `find`. ``smaller``: the problem of ``previous`` with other budgets or other bytes kept free
+    (`graphrun.solve.pages.with_overheads`), which limits the plan; None: ``problem``. The solution
+    is for ``problem``.
     """
     # Sessions of many runs are solved run by run, which cannot start from ``previous``.
     if previous.choice is None or many_runs(problem) or previous.solution.plan.splits:
         return None
     plan, split = previous.solution.plan, split_as(problem, previous.solution.problem)
-    programs = [
-        stage_choice.program for stage_choice in stage_choices(_with_choices_of(split, plan))[0]
-    ]
+    smaller_with_choices = _with_choices_of(split_as(smaller or problem, split), plan)
+    programs = [stage_choice.program for stage_choice in stage_choices(smaller_with_choices)[0]]
     depth = max(BUFFERED_BLOCKS, int(previous.choice.depths.max()))
     answer = choose(
         [Formulation(program, depth=depth, neighbour=previous.choice) for program in programs],
@@ -189,31 +252,36 @@ def least_seconds_of(program: Program, choice: Choice) -> float:
     return rows_of(program, choice, full_overlap=True).seconds()
 
 
-def _worth_splitting(solution: Solution) -> tuple[str, Formulation] | None:
+def _worth_splitting(
+    problem: Problem, with_choices: Problem, seconds: float
+) -> tuple[str, Formulation] | None:
     """Return the largest component that layers may make faster, and its formulation; None if none.
 
     Layers can be faster for two reasons. Smaller ring buffers leave more memory for resident
     blocks. Weights outside of any block need not be loaded all at once before a slot.
+    ``with_choices``: ``problem`` with its choices made. ``seconds``: a single run with layers must
+    be able to reach them.
     """
-    problem = solution.problem
     if not (names := smaller_as_layers(problem)) or not has("layers"):
         return None
     name = max(sorted(names), key=lambda name: problem.component(name).weight_bytes())
-    # A session's average run is compared with a single run with layers.
-    single_run = split_into_layers(
-        replace(_with_choices_of(problem, solution.plan), runs=1), {name}
-    )
+    single_run = split_into_layers(replace(with_choices, runs=1), {name})
     formulation = Formulation(program_of(single_run, undominated_variants(single_run)))
-    return (
-        (name, formulation)
-        if can_reach(formulation, solution.objective_seconds / problem.runs / TOLERANCE)
-        else None
-    )
+    return (name, formulation) if can_reach(formulation, seconds) else None
 
 
 def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
     """Return ``problem`` with only the order, options and variants of ``plan``."""
-    names = dict(plan.variants)
+    return _with_choices(problem, plan.order, plan.options, dict(plan.variants))
+
+
+def _with_choices(
+    problem: Problem,
+    order: Sequence[str],
+    options: Sequence[tuple[str, str]],
+    names: Mapping[str, str],
+) -> Problem:
+    """Return ``problem`` with ``order``, ``options``, and the variants ``names`` of components."""
 
     def only(component: ComponentNumbers) -> ComponentNumbers:
         variants = tuple(
@@ -225,17 +293,17 @@ def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
             layers=None if component.layers is None else only(component.layers),
         )
 
-    applied = reorder(problem, plan.order, dict(plan.options))
+    applied = reorder(problem, tuple(order), dict(options))
     return replace(applied, components=tuple(only(component) for component in applied.components))
 
 
 def _repeated_run(
-    problem: Problem, formulation: Formulation, target_seconds: float
+    problem: Problem, formulation: Formulation, target_seconds: float, other_bound: float
 ) -> ProgramSolution | None:
     """Return a session plan that repeats the plan of one run; None if it does not fit.
 
     Used with layers, where solving a whole session takes minutes. VRAM is then scarce, so few
-    blocks could stay for the next run.
+    blocks could stay for the next run. ``other_bound``: as for `_solve_as_split`.
     """
     result = _solve_as_split(replace(problem, runs=1), formulation, target_seconds / problem.runs)
     if result is None:
@@ -254,9 +322,44 @@ def _repeated_run(
     objective = problem.runs * single_solution.objective_seconds
     # as if every copy of the further runs overlapped compute
     least_further = (problem.runs - 1) * single_solution.simulation.compute_seconds
-    bound = min(single_solution.bound_seconds + least_further, objective)
+    bound = min(single_solution.bound_seconds + least_further, objective, other_bound)
     repeated = checked_solution(problem, plan, bound, objective)
     return None if repeated is None else ProgramSolution(repeated, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """The programs of ``problem`` at its granularity, solved for seconds.
+
+    ``is_complete``: as of `stage_choices`. ``minimum``: None in a session of many runs, which is
+    solved run by run.
+    """
+
+    problem: Problem
+    stage_choices: list[StageChoice]
+    is_complete: bool
+    formulations: list[Formulation]
+    minimum: Minimum | None
+
+
+def _search(problem: Problem, formulation: Formulation | None = None) -> _Search | None:
+    """Return the search of ``problem`` at its granularity; None if nothing fits.
+
+    ``formulation``: reused if it has the only program of the problem.
+    """
+    if surely_infeasible(problem):
+        return None
+    choices, is_complete = stage_choices(problem)
+    if formulation is not None and [choice.program for choice in choices] == [formulation.program]:
+        formulations = [formulation]
+    elif many_runs(problem):
+        return _Search(problem, choices, is_complete, [], None)
+    else:
+        formulations = [Formulation(choice.program) for choice in choices]
+    minimum = fewest_seconds(formulations)
+    return (
+        _Search(problem, choices, is_complete, formulations, minimum) if minimum.results else None
+    )
 
 
 def _solve_as_split(
@@ -265,22 +368,35 @@ def _solve_as_split(
     target_seconds: float = 0.0,
     *,
     baselines: bool = True,
+    other_bound: float = inf,
 ) -> ProgramSolution | None:
     """Return the best plan at the granularity of ``problem``; None if nothing fits.
 
-    ``formulation``: reused if it has the only program of the problem.
+    ``formulation``: as for `_search`. ``other_bound``: a bound on plans of other granularities,
+    which the bound of the result covers too.
     """
-    if surely_infeasible(problem):
-        return None
-    choices, is_complete = stage_choices(problem)
-    programs = [stage_choice.program for stage_choice in choices]
+    search = _search(problem, formulation)
+    return (
+        _solved(search, target_seconds, baselines=baselines, other_bound=other_bound)
+        if search is not None
+        else None
+    )
+
+
+def _solved(
+    search: _Search, target_seconds: float, *, baselines: bool = True, other_bound: float = inf
+) -> ProgramSolution | None:
+    """Return the best plan of ``search``. Arguments are as for `_solve_as_split`."""
+    problem, choices = search.problem, search.stage_choices
+    programs = [choice.program for choice in choices]
     first = (
-        choose([formulation])
-        if formulation and [formulation.program] == programs
+        choose(search.formulations, first=search.minimum)
+        if search.minimum is not None
         else choose_for(programs)
     )
     if first is None:
         return None
+    first = replace(first, bound=min(first.bound, other_bound))
     pairs = [(first, choices[first.number])]
     # A large program is solved to a gap only: a plan that uses the main device alone may be faster
     # than the plan found.
@@ -311,7 +427,7 @@ def _solve_as_split(
             problem,
             best.plan,
             best.simulation,
-            min(bound, objective) if is_complete else 0.0,
+            min(bound, objective, other_bound) if search.is_complete else 0.0,
             objective,
         ),
         best.choice,

@@ -127,7 +127,15 @@ def frontier(
 
 def quickly_solved(problem: Problem) -> Solution | None:
     """Return a plan as `solved` does, in less time. The plan may be a few per cent slower."""
-    with without("refinement", "deeper ring buffers", "baselines", "layers", "paged baselines"):
+    with without(
+        "refinement",
+        "deeper ring buffers",
+        "baselines",
+        "layers",
+        "paged baselines",
+        "slower disk",
+        "closer rounding",
+    ):
         return solved(problem)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphrun.errors import GraphrunError
@@ -15,7 +16,11 @@ from graphrun.solve.least import (
     smallest_pinned,
     smallest_ram,
 )
-from graphrun.solve.pages import smallest_budget, with_page_overhead_of_minimum
+from graphrun.solve.pages import (
+    smallest_budget,
+    sufficient_budget,
+    with_page_overhead_of_minimum,
+)
 from graphrun.solve.suggestions import Suggestion, python_arguments, suggestions_of
 from graphrun.units import typed_size
 
@@ -27,6 +32,9 @@ __all__ = [
     "smallest_pinned",
     "smallest_ram",
 ]
+
+
+SHORTAGE_ROUNDS = 2  # of `sufficient_budget` where another placement is only compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,34 +143,52 @@ def _binding(
     )
 
 
-def refusal(problem: Problem, *, suggestions: bool = True) -> Infeasible:
-    """Explain why ``problem`` has no plan, with ``suggestions`` if wanted: each takes a solve.
+def shortage(problem: Problem) -> Infeasible:
+    """Explain why ``problem`` has no plan, in less time than `refusal`.
 
-    Components of phases that do not fit are split into layers where that needs less memory.
+    Without suggestions. The budgets suffice, but less may suffice too. If the device's budget is
+    too small, the other budgets are left out.
     """
-    smallest_bytes = smallest_budget(problem)
-    problem = with_page_overhead_of_minimum(problem)
+    sufficient_bytes = sufficient_budget(problem, SHORTAGE_ROUNDS)
+    problem, needs = _split_with_needs(with_page_overhead_of_minimum(problem, SHORTAGE_ROUNDS))
+    tier = _device_tier(problem, sufficient_bytes)
+    tiers = (tier,) if needs else (tier, *_host_tiers(problem))
+    return Infeasible(problem, needs, tiers, ())
+
+
+def _split_with_needs(problem: Problem) -> tuple[Problem, tuple[PhaseMinimum, ...]]:
+    """Return ``problem`` with components of phases that do not fit split into layers where that
+    needs less memory, and the phases that then do not fit."""
     needs = _short(problem)
     while (split := finer(problem, needs)) is not None:
         if (split_needs := _short(split)) and not needs:
             break  # layers need less host memory, but more device memory than available
         problem, needs = split, split_needs
-    capacity = problem.hardware.capacity_bytes
-    name = problem.hardware.budget_name
-    tiers = [BudgetTier(name, min(problem.budget_bytes, capacity), smallest_bytes)]
+    return problem, needs
+
+
+def _device_tier(problem: Problem, least_bytes: int) -> BudgetTier:
+    have_bytes = min(problem.budget_bytes, problem.hardware.capacity_bytes)
+    return BudgetTier(problem.hardware.budget_name, have_bytes, least_bytes)
+
+
+def _host_tiers(problem: Problem) -> Iterator[BudgetTier]:
+    """Yield the budgets of host memory and disk."""
     if not problem.hardware.unified:
-        tiers.append(BudgetTier("RAM", problem.ram_bytes, smallest_ram(problem)))
+        yield BudgetTier("RAM", problem.ram_bytes, smallest_ram(problem))
     if problem.pinned_bytes is not None:
-        tiers.append(BudgetTier("pinned RAM", problem.pinned_bytes, smallest_pinned(problem)))
+        yield BudgetTier("pinned RAM", problem.pinned_bytes, smallest_pinned(problem))
     if problem.disk_bytes is not None:
-        tiers.append(BudgetTier("disk", problem.disk_bytes, smallest_disk(problem)))
+        yield BudgetTier("disk", problem.disk_bytes, smallest_disk(problem))
+
+
+def refusal(problem: Problem) -> Infeasible:
+    """Explain why ``problem`` has no plan, with suggestions: each takes a solve."""
+    smallest_bytes = smallest_budget(problem)
+    problem, needs = _split_with_needs(with_page_overhead_of_minimum(problem))
+    tiers = (_device_tier(problem, smallest_bytes), *_host_tiers(problem))
     minimum_bytes = {tier.name: tier.least_bytes for tier in tiers}
-    return Infeasible(
-        problem,
-        needs,
-        tuple(tiers),
-        suggestions_of(problem, needs, minimum_bytes) if suggestions else (),
-    )
+    return Infeasible(problem, needs, tiers, suggestions_of(problem, needs, minimum_bytes))
 
 
 def _short(problem: Problem) -> tuple[PhaseMinimum, ...]:

@@ -16,9 +16,9 @@ from graphrun.solve.dominance import only_blocks_to_choose, restrict_variants
 from graphrun.solve.granularity import finer, granularities, smaller_as_layers, split_into_layers
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
-from graphrun.solve.program import Choice, Memory, Program
+from graphrun.solve.program import HOST_TIERS, Choice, Memory, Program
 from graphrun.solve.programs import usable
-from graphrun.solve.rows import rows_of, with_drops
+from graphrun.solve.rows import excess_bytes, rows_of, with_drops
 from graphrun.solve.search import Goal, minimise_over
 
 AMPLE = 1 << 50  # bytes: never the limit
@@ -50,9 +50,10 @@ def smallest_tensor_budget(problem: Problem) -> int:
             )
         )
     # No plan needs less: components as small as possible, unlimited host budgets.
-    unlimited_host_result = least_device_bytes(
-        with_ample_host(split_into_layers(problem, smaller_as_layers(problem)))
-    )
+    split = split_into_layers(problem, smaller_as_layers(problem))
+    unlimited_host_result = least_device_bytes(with_ample_host(split))
+    if unlimited_host_result is not None and _fits_host(split, *unlimited_host_result[1:]):
+        return problem.budget_for(unlimited_host_result[0])
     minimum: int | None = None
     for candidate in granularities(problem):
         if (result := least_device_bytes(candidate)) is not None:
@@ -66,6 +67,14 @@ def smallest_tensor_budget(problem: Problem) -> int:
     if minimum is None and unlimited_host_result is not None:
         minimum = unlimited_host_result[0]
     return 0 if minimum is None else problem.budget_for(minimum)
+
+
+def _fits_host(problem: Problem, program: Program, choice: Choice) -> bool:
+    """Whether ``choice`` is within the host budgets of ``problem``, not of its own problem."""
+    names = ("ram_bytes", "pinned_bytes", "disk_bytes")
+    limits = {name: getattr(problem, name) for name in names}
+    limited = replace(program, problem=replace(program.problem, **limits))
+    return not excess_bytes(limited, with_drops(limited, choice)).keys() & {*HOST_TIERS, "disk"}
 
 
 def smallest_ram(problem: Problem) -> int:

@@ -102,10 +102,13 @@ NODES, FEWEST_NODES = 1_000_000, 200
 GAP = 1e-6
 # distance from an integer; relative loss accepted for rounding
 INTEGRALITY, ROUNDING_GAP = 1e-6, 3e-4
+ROUGH_ROUNDING_GAP = 3e-3  # accepted without the strategy "closer rounding"
 ROUNDING_RANGE = 4.0  # layers: how far rounding may move a column from its fractional value
 OPTIONS = {"threads": 1}
+COLUMN_TYPES = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
 # Heuristics of HiGHS for a first solution. They take half of its time where solutions are easy to
-# find and a quarter where they are not, so only ROUGH_GAP and `rounded` turn them on.
+# find and a quarter where they are not, so only ROUGH_GAP, and `rounded` until it has a solution,
+# turn them on.
 SEARCHES = (
     "mip_heuristic_run_feasibility_jump",
     "mip_heuristic_run_rens",
@@ -213,13 +216,19 @@ class MilpModel:
         )
 
     def rounded(
-        self, relaxed: MilpResult, columns: Collection[int], goal: Linear, gap: float
+        self,
+        relaxed: MilpResult,
+        columns: Collection[int],
+        goal: Linear,
+        gap: float,
+        most_loss: float = ROUNDING_GAP,
     ) -> MilpResult | None:
         """Minimise ``goal`` with integers in ``columns``. Return None without a solution.
 
         Columns stay within ROUNDING_RANGE of their values in ``relaxed``. First, columns with
-        integer values are fixed. If that is infeasible, or costs more than ROUNDING_GAP, none is.
+        integer values are fixed. If that is infeasible, or costs more than ``most_loss``, none is.
         """
+        result: MilpResult | None = None
         # columns this close to an integer are fixed; -1.0: none
         for fixed_distance in (INTEGRALITY, -1.0):
             ranges = {}
@@ -231,9 +240,9 @@ class MilpModel:
                     if is_integral
                     else (value - ROUNDING_RANGE, value + ROUNDING_RANGE)
                 )
-            result = self._solved(goal, (), gap, ranges, integers=columns)
+            result = self._solved(goal, (), gap, ranges, integers=columns, start=result)
             if result is not None and (
-                fixed_distance < 0 or result.value <= goal.at(relaxed.values) * (1 + ROUNDING_GAP)
+                fixed_distance < 0 or result.value <= goal.at(relaxed.values) * (1 + most_loss)
             ):
                 return replace(relaxed, values=result.values, value=result.value)
         return None
@@ -270,10 +279,10 @@ class MilpModel:
         lp.a_matrix_.start_ = np.concatenate([[0], np.cumsum(counts)])
         lp.a_matrix_.index_, lp.a_matrix_.value_ = columns, values
         if whole:
-            lp.integrality_ = [highspy.HighsVarType(int(flag)) for flag in integer]
+            lp.integrality_ = [COLUMN_TYPES[flag] for flag in integer.astype(int).tolist()]
         nodes = min(nodes, max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size))
         options = {**OPTIONS, "mip_rel_gap": gap, "mip_max_nodes": nodes}
-        uses_heuristics = gap == ROUGH_GAP or integers
+        uses_heuristics = gap == ROUGH_GAP or (integers and start is None)
         return _run(
             lp, options | ({} if uses_heuristics else dict.fromkeys(SEARCHES, False)), start
         )

@@ -40,6 +40,7 @@ from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import can_reach
 from graphrun.solve.strategies import has
+from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution, in_pages
 
@@ -72,13 +73,14 @@ def solved(problem: Problem) -> Solution | None:
         or problem.hardware.basis != "data sheet"
         or problem.secondaries
         or fast.gap > LEAST_LOSS
+        or not has("slower disk")
     ):
         return fast
     slow_disk = with_other_disk(problem, SLOWER_DISK)
     limit_seconds = simulate(*_plan_for(slow_disk, fast)).total_seconds / (1 + LEAST_LOSS)
     if (
-        not _has_plan_within(slow_disk, fast, limit_seconds)
-        or not has("slower disk")
+        limit_seconds < fast.bound_seconds  # no plan is faster on a slower disk
+        or not _has_plan_within(slow_disk, fast, limit_seconds)
         or (slow := _fastest_in_pages(slow_disk)) is None
         or slow.seconds > limit_seconds
     ):
@@ -154,13 +156,13 @@ def smallest_budget(problem: Problem) -> int:
     return _budget_of(problem, _least(_without_budget(problem)) if problem.counts_pages else None)
 
 
-def sufficient_budget(problem: Problem) -> int:
+def sufficient_budget(problem: Problem, rounds: int = ROUNDS) -> int:
     """Return a VRAM budget for which a plan exists, in bytes.
 
     Usually it equals `smallest_budget`. It takes less time, because it does not prove that nothing
-    fits into less.
+    fits into less. ``rounds``: as for `_small`.
     """
-    small = _small(_without_budget(problem))[0] if problem.counts_pages else None
+    small = _small(_without_budget(problem), rounds)[0] if problem.counts_pages else None
     return _budget_of(problem, small)
 
 
@@ -188,17 +190,18 @@ def _least(problem: Problem) -> Solution | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _small(problem: Problem) -> tuple[Solution | None, int]:
+def _small(problem: Problem, rounds: int = ROUNDS) -> tuple[Solution | None, int]:
     """Return a plan of little memory, and the minimum budget of the program, in bytes.
 
-    Solves at that minimum with the replay's page overhead set aside, until a plan fits its budget.
+    Solves at that minimum with the replay's page overhead set aside, until a plan fits its budget,
+    but at most ``rounds`` times.
     """
     if not has_usable_variants(problem):
         return None, 0
     solutions = list[Solution]()
     floors = list[int]()
     set_aside = dict[tuple[str, str], int]()
-    while len(floors) < ROUNDS:
+    while len(floors) < rounds:
         floors.append(smallest_tensor_budget(with_overheads(problem, set_aside)))
         if solutions and floors[-1] >= problem.budget_for(min(map(_peak_bytes, solutions))):
             break
@@ -290,32 +293,25 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
         problems = [slotwise_problem] * (number <= LAST_SLOTWISE_ROUND) + [smaller_problem] * (
             number >= LAST_SLOTWISE_ROUND
         )
-        candidate = (
-            next(
-                (
-                    result
-                    for near_problem in problems
-                    if (result := find_near(near_problem, previous)) is not None
-                ),
-                None,
-            )
+        near_results = (
+            (find_near(problem, previous, smaller) for smaller in problems)
             if previous and has("near plans")
-            else None
+            else iter(())
         )
-        if candidate is None:
+        near_result = next((result for result in near_results if result is not None), None)
+        if near_result is None:
             target_seconds = previous.solution.seconds if previous else 0.0
-            candidate = previous = find(
+            previous = find(
                 slotwise_problem if number == 1 and has("reserved pages") else smaller_problem,
                 target_seconds=target_seconds,
                 template=previous,
             )
-        if candidate is None:
+        if (candidate := near_result or previous) is None:
             break
-        solution = (
-            in_pages(candidate.solution)
-            if first is None
-            else carried_over(problem, candidate.solution, first.bound_seconds)
-        )
+        if candidate is near_result or first is None:
+            solution = _valid_in_pages(candidate.solution, first)
+        else:
+            solution = carried_over(problem, candidate.solution, first.bound_seconds)
         first = first or solution
         if solution is None or not (overheads := solution.excess_page_overheads()):
             return solution, first.bound_seconds if first else None
@@ -323,6 +319,16 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
         if number != 1 or not has("reserved pages"):
             reduction_bytes = _total_reduction(solution, reduction_bytes)
     return None, first.bound_seconds if first else None
+
+
+def _valid_in_pages(solution: Solution, first: Solution | None) -> Solution | None:
+    """Return ``solution`` counted in pages, with the bound of ``first``; None if it is invalid."""
+    if first is not None:
+        if check(solution.problem, solution.plan):
+            return None
+        bound = min(first.bound_seconds, solution.objective_seconds)
+        solution = replace(solution, bound_seconds=bound)
+    return in_pages(solution)
 
 
 def _total_reduction(solution: Solution, reduction_bytes: int) -> int:
@@ -376,9 +382,15 @@ def _plan_for(problem: Problem, solution: Solution) -> tuple[Problem, Plan]:
     return split, replace(solution.plan, problem=split.digest)
 
 
-def with_page_overhead_of_minimum(problem: Problem) -> Problem:
-    """Return ``problem`` with the page overhead of the plan of least memory set aside."""
-    minimum = _least(_without_budget(problem)) if problem.counts_pages else None
+def with_page_overhead_of_minimum(problem: Problem, rounds: int | None = None) -> Problem:
+    """Return ``problem`` with the page overhead of the plan of least memory set aside.
+
+    ``rounds``: the overhead of a plan of little memory, as for `_small`, which takes less time.
+    """
+    minimum: Solution | None = None
+    if problem.counts_pages:
+        unlimited = _without_budget(problem)
+        minimum = _least(unlimited) if rounds is None else _small(unlimited, rounds)[0]
     slots = (
         (*minimum.simulation.slots, *minimum.simulation.further_slots)
         if minimum is not None

@@ -9,11 +9,21 @@ for each goal:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from graphrun.errors import BrokenPlan
-from graphrun.solve.linear import GAP, NODES, ROUGH_GAP, Linear, MilpResult, Row
+from graphrun.solve.linear import (
+    GAP,
+    NODES,
+    ROUGH_GAP,
+    ROUGH_ROUNDING_GAP,
+    ROUNDING_GAP,
+    Linear,
+    MilpResult,
+    Row,
+)
 from graphrun.solve.milp import Formulation
 from graphrun.solve.program import Choice, Program
 from graphrun.solve.rows import Rows, excess_bytes, rows_of
@@ -111,16 +121,34 @@ class Answer:
         return rows_of(self.program, self.choice)
 
 
-def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -> Answer | None:
+class Minimum(NamedTuple):
+    """The results that reach the least ``value`` of a goal, by index of their formulation.
+
+    ``value``, ``bound``: in seconds or bytes.
+    """
+
+    results: dict[int, MilpResult]
+    value: float
+    bound: float
+
+
+def choose(
+    formulations: Sequence[Formulation],
+    goals: Sequence[Goal] = GOALS,
+    first: Minimum | None = None,
+) -> Answer | None:
     """Return the best choice over ``formulations``; None if nothing fits. ``goals``: by priority.
 
     Budgets are checked in integers. Where rounding exceeds a budget, the excess is kept free and
-    the programs are solved again. Raises BrokenPlan if that does not help.
+    the programs are solved again. ``first``: the `fewest_seconds` of ``formulations``, if already
+    solved for. Raises BrokenPlan if no rounding fits.
     """
     formulations = list(formulations)
     for trial in range(ROUNDS):
         layered = goals is GOALS and any(formulation.layer_columns for formulation in formulations)
-        result = _minimise_in_order(formulations, LAYER_GOALS if layered else goals)
+        result = _minimise_in_order(
+            formulations, LAYER_GOALS if layered else goals, None if trial else first
+        )
         if result is None:
             return None
         number, answer, bound = result
@@ -132,6 +160,7 @@ def choose(formulations: Sequence[Formulation], goals: Sequence[Goal] = GOALS) -
                     layers,
                     _refine_goal(formulation)[0],
                     ROUNDING_GAPS[formulation.model.size > MOST_LARGE],
+                    ROUNDING_GAP if has("closer rounding") else ROUGH_ROUNDING_GAP,
                 )
                 or answer
             )
@@ -174,15 +203,21 @@ def least_seconds(formulations: Sequence[Formulation]) -> float:
     """Return a lower bound on the seconds of all ``formulations``."""
     large = any(formulation.model.size > LARGE for formulation in formulations)
     goal = replace(SECONDS[0], gap=LARGE_GAPS[0], nodes=REFINE_NODES) if large else SECONDS[0]
-    return minimise_over(formulations, range(len(formulations)), goal, staged=large)[2]
+    return minimise_over(formulations, range(len(formulations)), goal, staged=large).bound
+
+
+def fewest_seconds(formulations: Sequence[Formulation]) -> Minimum:
+    """Return the results with the fewest seconds, the first of the goals of `choose`."""
+    return _minimise_goal(formulations, list(range(len(formulations))), GOALS[0], LARGE_GAPS[0])
 
 
 def _minimise_in_order(
-    formulations: list[Formulation], goals: Sequence[Goal]
+    formulations: list[Formulation], goals: Sequence[Goal], first: Minimum | None
 ) -> tuple[int, MilpResult, float] | None:
     """Minimise ``goals`` by priority; each result limits the search for the next goal.
 
-    Return the index of the formulation, its result and the bound of the first goal.
+    Return the index of the formulation, its result and the bound of the first goal. ``first``: the
+    minimum of the first goal, if known.
     """
     candidates: dict[int, MilpResult] = {}
     limits = list[tuple[Goal, float]]()
@@ -190,19 +225,13 @@ def _minimise_in_order(
     fixed: dict[int, float] | None = None
     for goal, large_gap in zip(goals, LARGE_GAPS, strict=False):
         numbers = list(candidates) if limits else list(range(len(formulations)))
-        large = any(formulations[n].model.size > LARGE for n in numbers)
-        large_gap = (
-            max(large_gap, HUGE_GAP)
-            if any(formulations[n].model.size > HUGE for n in numbers)
-            else large_gap
-        )
-        loose_goal = (
-            replace(goal, gap=max(goal.gap, large_gap), nodes=TIE_NODES if limits else goal.nodes)
-            if large
-            else goal
-        )
-        results, best, lower_bound = minimise_over(
-            formulations, numbers, loose_goal, limits, staged=large, fixed=fixed, starts=candidates
+        large = _are_large(formulations, numbers)
+        results, best, lower_bound = (
+            first
+            if first is not None and not limits
+            else _minimise_goal(
+                formulations, numbers, goal, large_gap, limits, fixed=fixed, starts=candidates
+            )
         )
         if not results:
             break
@@ -229,6 +258,31 @@ def _minimise_in_order(
     return (number, candidates[number], bound) if candidates else None
 
 
+def _are_large(formulations: Sequence[Formulation], numbers: Iterable[int]) -> bool:
+    return any(formulations[n].model.size > LARGE for n in numbers)
+
+
+def _minimise_goal(
+    formulations: Sequence[Formulation],
+    numbers: Sequence[int],
+    goal: Goal,
+    large_gap: float,
+    limits: Sequence[tuple[Goal, float]] = (),
+    *,
+    fixed: Mapping[int, float] | None = None,
+    starts: Mapping[int, MilpResult] | None = None,
+) -> Minimum:
+    """Return `minimise_over`, to the relative ``large_gap`` if a program is large."""
+    large = _are_large(formulations, numbers)
+    if large:
+        is_huge = any(formulations[n].model.size > HUGE for n in numbers)
+        gap = max(goal.gap, large_gap, HUGE_GAP if is_huge else 0.0)
+        goal = replace(goal, gap=gap, nodes=TIE_NODES if limits else goal.nodes)
+    return minimise_over(
+        formulations, numbers, goal, limits, staged=large, fixed=fixed, starts=starts
+    )
+
+
 def minimise_over(
     formulations: Sequence[Formulation],
     candidates: Sequence[int],
@@ -238,11 +292,10 @@ def minimise_over(
     staged: bool = False,
     fixed: Mapping[int, float] | None = None,
     starts: Mapping[int, MilpResult] | None = None,
-) -> tuple[dict[int, MilpResult], float, float]:
+) -> Minimum:
     """Minimise ``goal`` over the formulations ``candidates``.
 
-    Return the results that reach the best value, by index; that value; and its bound, in seconds or
-    bytes. ``limits``: earlier goals and their values. ``starts``: solutions within these limits.
+    ``limits``: earlier goals and their values. ``starts``: solutions within these limits.
     ``fixed``: column -> value, as in `MilpModel.minimise`. ``staged``: as in `_minimise_staged`.
     """
     objectives = {n: goal.objective(formulations[n]) for n in candidates}
@@ -282,7 +335,7 @@ def minimise_over(
         for n, answer in sorted(answers.items())
         if answer.value * objectives[n][1] <= limit_value
     }
-    return good, best, min(lower_bound, best)
+    return Minimum(good, best, min(lower_bound, best))
 
 
 def _minimise_staged(

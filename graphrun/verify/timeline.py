@@ -173,8 +173,7 @@ class DiskChannel:
             return False
         for name, ends in self._copy_ends.items():
             start_count, end_count = start.counts[name], end.counts[name]
-            # the oldest block in the bounce buffer
-            depth = max(end.layouts[name][3::3], default=0)
+            depth = self._bounce_ring_buffers[name].oldest_distance
             if start_count == end_count:
                 continue
             if depth > start_count or not all(

@@ -60,7 +60,7 @@ def test_an_infeasible_alternative_names_the_phase_and_the_smallest_budget() -> 
     screen = alternatives_screen(
         solve(problem), "transformer", rows_of(solve(problem), "transformer")
     )
-    assert f"({whole.smallest_budget_bytes} bytes)" in " ".join(screen.split())
+    assert f"({whole.sufficient_bytes} bytes)" in " ".join(screen.split())
     assert "does not fit" in screen
     assert max(map(len, screen.splitlines())) <= 80
 

@@ -28,7 +28,7 @@ from graphrun.solve.frontier import (
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.solve.pages import carried_over, solved
 from graphrun.solve.solve import solve
-from graphrun.store import curve_for, fitting_for, frontier_for, keep_plan
+from graphrun.store import curve_for, fitting_for, frontier_for, keep_plan, quick_for
 from graphrun.units import show_size
 from graphrun.verify.simulate import simulate
 
@@ -75,6 +75,20 @@ def test_what_a_frontier_carries_over_is_the_plan_for_the_larger_budget_from_the
     curve_points = fitting_for(large, store)
     assert curve_points is not None
     assert curve_points.simulation.total_seconds == fast.seconds
+
+
+def test_a_quickly_found_plan_is_kept_and_the_plan_of_the_problem_is_preferred(
+    tmp_path: Path,
+) -> None:
+    problem, store, steps = flux(8 * GIB, steps=4), Store(tmp_path), list[str]()
+    quick = quick_for(problem, store, steps.append)
+    assert quick is not None
+    assert quick_for(problem, store, steps.append) == quick
+    assert steps == ["8.00 GiB"], "searched once"
+    best = fitting_for(problem, store, steps.append)
+    assert best is not None
+    assert len(steps) == 2, "a quickly found plan is not the plan of the problem"
+    assert quick_for(problem, store, steps.append) == best
 
 
 @pytest.mark.sweep("frontier", of_all=4)

@@ -3,6 +3,8 @@ activation bytes free while a layer runs."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,6 +12,7 @@ import planner_problems as make
 import pytest
 
 from graphrun.errors import PlanError
+from graphrun.model import problem as problem_module
 from graphrun.model.least_memory import least_memory
 from graphrun.model.plan import Stream
 from graphrun.model.problem import BlockGroup, ComponentNumbers, Problem, Use
@@ -382,3 +385,18 @@ def test_splitting_twice_changes_nothing_and_a_split_problem_has_another_digest(
     assert split_into_layers(split, ["m"]) == split
     assert split.digest != instance.digest
     assert not splittable(split)
+
+
+def test_a_digest_is_of_the_canonical_json_whatever_was_digested_before() -> None:
+    instance = problem(12 * MB)
+    for variant in (
+        instance,
+        replace(instance, budget_bytes=13 * MB),
+        replace(instance, phases=instance.phases[:1]),
+        split_into_layers(instance, ["m"]),
+        replace(instance, graph='of "m", \x000'),
+    ):
+        text = json.dumps(
+            variant, default=problem_module._fields_of, sort_keys=True, separators=(",", ":")
+        )
+        assert variant.digest == hashlib.sha256(text.encode()).hexdigest()[:16]

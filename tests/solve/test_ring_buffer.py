@@ -91,3 +91,15 @@ def test_distances_of_repeated_blocks_are_those_of_placing_each(
         numbers = ring_buffer.place(*sizes_of_two).released_numbers
         distances.append(number - numbers[-1] if numbers else 0)
     assert release_distances(capacity, tuple(sizes), repeats) == tuple(distances)
+
+
+def test_the_oldest_distance_is_that_of_the_last_block_not_yet_overwritten() -> None:
+    ring_buffer = RingBuffer(200)
+    assert ring_buffer.oldest_distance == 0
+    distances = []
+    for nbytes in (100, 60, 40, 200):
+        ring_buffer.place(nbytes)
+        distances.append(ring_buffer.oldest_distance)
+    assert distances == [1, 2, 3, 1]
+    ring_buffer.renumber(7)
+    assert ring_buffer.oldest_distance == 1
