@@ -177,6 +177,12 @@ class Pricing:
             else []
         )
         self._options: dict[DeviceClass, dict[tuple[StageSpan, ...], list[Option]]] = {}
+        self._only_priced_shares = False
+
+    def price_no_smaller_shares(self) -> None:
+        """From now on, offer shares of a host's memory below all of it only where they are
+        priced: their plans read weights from disk, and take most of the time of pricing."""
+        self._only_priced_shares = True
 
     def least_seconds(self, kind: DeviceClass, stage: str) -> float:
         """Return the lower bound of ``stage`` on ``kind``, in seconds."""
@@ -184,7 +190,14 @@ class Pricing:
 
     def options(self, kind: DeviceClass) -> list[Option]:
         """Return the priced options, and bounds for each choice of stages that may improve."""
-        return [option for chain in self._chains(kind).values() for option in chain]
+        return [
+            option
+            for chain in self._chains(kind).values()
+            for option in chain
+            if option.column is not None
+            or option.share == SHARES[0]
+            or not self._only_priced_shares
+        ]
 
     def refine(self, kind: DeviceClass, option: Option) -> None:
         """Price ``option``, which has only bounds. Below share 1, price all smaller shares too."""
@@ -293,10 +306,12 @@ class Planner:
 
     def lower_bound_seconds(self, kind: DeviceClass, stage: str) -> float:
         """Return the least compute seconds of ``stage``, each component on its fastest device.
-        Teams of more than two devices are bounded by their pairs."""
+        Teams of more than two devices are bounded by their pairs, equal devices by one of them."""
         pairs = [
-            kind._replace(secondaries=(secondary,)) for secondary in dict.fromkeys(kind.secondaries)
-        ] or [kind]
+            kind._replace(secondaries=(secondary,))
+            for secondary in dict.fromkeys(kind.secondaries)
+            if secondary.hardware != kind.hardware
+        ] or [kind._replace(secondaries=())]
         pair_uses = [self._uses(pair, stage) for pair in pairs]
         ways = [
             [min(seconds) for seconds in zip(*way, strict=True)]

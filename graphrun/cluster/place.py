@@ -19,7 +19,10 @@ from graphrun.model.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Items per second and latency with one more ``device``."""
+    """Items per second and latency with one more ``device``, at least.
+
+    No plans are made for less memory of its host than those of the placement use.
+    """
 
     device: ClusterDevice
     items_per_second: float
@@ -92,6 +95,7 @@ def place(
         replicas = placed(cluster, whole)
     except Unplaceable:
         replicas = None
+    pricing.price_no_smaller_shares()
     likes: dict[DeviceClass, ClusterDevice] = {
         kinds[device.name]: device for device in reversed(cluster.devices)
     }

@@ -211,7 +211,7 @@ def _transfers(placement: Placement, look: Look) -> str:
 
 def _gains(result: PlacedGraph, look: Look) -> str:
     current: Placement = result.placement
-    rows = [["one more", "in host", "items", "gain", "item alone"]]
+    rows = [["one more", "in host", "items", "gain, at least", "item alone"]]
     for option in result.gains:
         gain = option.items_per_second / current.items_per_second - 1
         seconds = show_seconds(option.latency_seconds)

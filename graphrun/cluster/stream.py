@@ -132,30 +132,20 @@ class _Stream:
 
     def _next(self, begin: int) -> tuple[str, _StreamWorker, Link] | None:
         """Return the host of the next item to send, the item's next device, and the link."""
-        free = [
-            worker
-            for worker in self.workers[begin]
-            if worker.coming + worker.inbox < WAITING and self._helps(worker)
-        ]
-        queues = (
-            {host: queue[0].clock for host, queue in self.queues[begin].items() if queue}
-            if free
-            else {}
+        queues = {host: queue[0].clock for host, queue in self.queues[begin].items() if queue}
+        free = sorted(
+            (worker for worker in self.workers[begin] if worker.coming + worker.inbox < WAITING)
+            if queues
+            else (),
+            key=lambda worker: (worker.queued, worker.assignment.column.steady_seconds),
         )
+        helps = cache(self._helps)  # takes long with many peers
         for host in sorted(queues, key=queues.__getitem__):
-            links = [
-                (
-                    worker,
-                    self.link(host or worker.assignment.device.host, worker.assignment.device.host),
-                )
-                for worker in free
-            ]
-            choices = [(worker, link) for worker, link in links if link is not None]
-            if choices:
-                return host, *min(
-                    choices,
-                    key=lambda pair: (pair[0].queued, pair[0].assignment.column.steady_seconds),
-                )
+            for worker in free:
+                own_host = worker.assignment.device.host
+                link = self.link(host or own_host, own_host)
+                if link is not None and helps(worker):
+                    return host, worker, link
         return None
 
     def _helps(self, worker: _StreamWorker) -> bool:
@@ -167,6 +157,8 @@ class _Stream:
                 continue
             runs = (finish - self._ready_seconds(peer)) / peer.assignment.column.steady_seconds
             item_count -= max(0, ceil(runs * (1 - 1e-9)) - 1)  # those that end earlier
+            if item_count <= 0:
+                return False
         return item_count > 0
 
     def _ready_seconds(self, worker: _StreamWorker) -> float:

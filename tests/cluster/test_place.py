@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from graphrun.cluster import files
-from graphrun.cluster.placement import parse_placement
+from graphrun.cluster.columns import DeviceClass, Pricing
+from graphrun.cluster.placement import Column, parse_placement
 from graphrun.errors import PlanError
+from graphrun.profile.hardware_profiles import hardware
 from graphrun.report.plan_files import VERSION
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -156,3 +158,19 @@ def test_options_that_the_file_takes_the_place_of_are_refused(graphrun: Cli, clu
     code, _, err = graphrun("plan", "flux-tiny", "--vram", "4M", "--items", "3")
     assert code == 2
     assert "add --cluster FILE" in err
+
+
+def test_smaller_shares_of_memory_are_not_priced_for_a_spare_device() -> None:
+    asked_shares = list[float]()
+
+    def price(_: DeviceClass, stages: tuple[str, ...], share: float) -> Column:
+        asked_shares.append(share)
+        return Column(stages, 2.0, 0.0, 1.0 / share, int(share * 800), 0)
+
+    kind = DeviceClass(hardware("sim", None), 4 << 20, 800, None)
+    pricing = Pricing(("encode",), price, lambda *_: 0.5)
+    pricing.refine(kind, pricing.options(kind)[0])
+    assert [option.column is None for option in pricing.options(kind)] == [False, True]
+    pricing.price_no_smaller_shares()
+    assert [option.share for option in pricing.options(kind)] == [1.0]
+    assert asked_shares == [1.0]
