@@ -12,7 +12,7 @@ from graphrun.graph.parts import Component
 from graphrun.graph.precisions import is_gguf
 from graphrun.modules.classes import refusal
 from graphrun.modules.contents import content_of, refuse_missing
-from graphrun.modules.source_files import has_weights, local_place
+from graphrun.modules.source_files import complete, has_weights, local_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,14 @@ def local_weights(component: Component, precision: str) -> Path | None:
             "gguf out of precision:"
         )
         raise refusal(component, text)
-    return (
-        place if place is not None and (is_gguf(precision) or has_weights(place, variant)) else None
+    if source is None or place is None:
+        return None
+    # of a repository, the index of shards may be here without them
+    is_here = is_gguf(precision) or (
+        has_weights(place, variant)
+        and (Path(source).is_absolute() or complete(source, component.file_line, variant))
     )
+    return place if is_here else None
 
 
 def holding(component: Component, module: nn.Module) -> Holding | None:

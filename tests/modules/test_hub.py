@@ -18,6 +18,7 @@ from hub_server import LIMITED, MEMBER, VISITOR, Hub, Repository
 from huggingface_hub import constants
 from original_layouts import by_role, write_gguf
 from PIL import Image
+from safetensors.torch import load, save
 
 import graphrun as package
 from graphrun.cli.downloads import download_all, required_downloads
@@ -44,6 +45,20 @@ def pickled() -> dict[str, bytes]:
     return {path.replace(".safetensors", ".bin"): content for path, content in whole().items()}
 
 
+def sharded() -> dict[str, bytes]:
+    """The files of `whole`, the transformer's weights in two files and an index."""
+    files, folder = whole(), "transformer"
+    tensors = load(files.pop(f"{folder}/{LARGE}"))
+    names = sorted(tensors)
+    places = dict[str, str]()
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = LARGE.replace(".safetensors", f"-{number:05}-of-00002.safetensors")
+        files[f"{folder}/{file}"] = save({name: tensors[name] for name in part})
+        places |= dict.fromkeys(part, file)
+    index = json.dumps({"metadata": {}, "weight_map": places})
+    return {**files, f"{folder}/{LARGE}.index.json": index.encode()}
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     old = {**whole(), "vae/config.json": whole()["vae/config.json"] + b"\n"}
@@ -55,7 +70,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         {"license": "other", "license_name": "some-non-commercial-license"},
     )
     binary = Repository({MAIN: pickled()}, {"main": MAIN})
-    with Hub({"org/shapes": shapes, "org/gated": gated, "org/binary": binary}) as served:
+    shards = Repository({MAIN: sharded()}, {"main": MAIN})
+    repositories = {"org/shapes": shapes, "org/gated": gated, "org/binary": binary}
+    with Hub({**repositories, "org/shards": shards}) as served:
         monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
         monkeypatch.setattr(
             constants,
@@ -389,6 +406,19 @@ def test_a_published_gguf_file_is_planned_before_it_is_here_and_again_by_its_hea
     assert err.count("to download") == 1
     names = ("a.png", "b.png", "list/1.png")
     assert len({Image.open(tmp_path / name).tobytes() for name in names}) == 1
+
+
+@pytest.mark.sweep("more")
+def test_a_repository_with_shards_is_imported_and_planned_without_them(
+    hub: Hub, graphrun: Cli, tmp_path: Path
+) -> None:
+    graph = tmp_path / "graph.yaml"
+    code, _, err = graphrun("import", "org/shards", "-o", str(graph))
+    assert code == 0, err
+    code, _, err = graphrun("plan", str(graph), "--vram", "1G", "--hardware", "rtx4060")
+    assert code == 0, err
+    assert not [path for _, path, _ in hub.requests if path.endswith(".safetensors")]
+    assert "source: org/shards" in graph.read_text()
 
 
 @pytest.mark.sweep("more")

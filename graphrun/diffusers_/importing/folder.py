@@ -28,7 +28,7 @@ from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import read_json
 from graphrun.modules import hub
 from graphrun.modules.classes import resolve_class
-from graphrun.modules.source_files import has_weights, stored_tensors
+from graphrun.modules.source_files import complete, has_weights, stored_tensors
 from graphrun.ops.modular import BLOCKS, is_modular_class
 
 INDEX = "model_index.json"
@@ -340,7 +340,11 @@ def _add(
         return
     if config is None:
         raise InputError(f"{location} has no config.json: without it {entry[1]} has no sizes")
-    tensors = stored_tensors(member_folder, location) if has_weights(member_folder) else ()
+    # of a repository, the index of shards may be here without them
+    is_here = has_weights(member_folder) and (
+        Path(description.source or "").is_absolute() or complete(str(member_folder), location)
+    )
+    tensors = stored_tensors(member_folder, location) if is_here else ()
     description.add(
         name,
         path,
