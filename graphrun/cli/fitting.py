@@ -90,13 +90,19 @@ def fit_command(
     with _graph_file(model, trust_package) as file:
         graph = api.load(file, trust=trust_package or ())
         rows = choices_for(graph, hardware, vram, ram, cache, inputs)
-    words = ["graphrun", "plan", model, "--vram", vram or _gib(hardware.capacity_bytes)]
+    trusted = [word for name in trust_package or [] for word in ("--trust-package", name)]
+    file_name = model if _is_graph(model) else f"{graph.name}.yaml"
+    words = ["graphrun", "plan", file_name, "--vram", vram or _gib(hardware.capacity_bytes)]
     words += ["--ram", ram] if ram != "auto" else []
     words += ["--hardware", card or hardware.name]
     words += [word for text in set_ or [] for word in ("--set", text)]
+    words += trusted
+    # a folder or a repository is planned by a graph file
+    first = ["graphrun", "import", model, *trusted, "-o", file_name]
+    start = "" if file_name == model else f"{shlex.join(first)} && "
     for row in rows:
         options = [word for name in row["allow"] for word in ("--allow", name)]
-        row["command"] = shlex.join([*words, *options])
+        row["command"] = start + shlex.join([*words, *options])
         row["within"] = limit_seconds is None or row["seconds"] <= limit_seconds
     summary = {
         "graph": graph.name,
@@ -137,12 +143,16 @@ def choices_for(
         return fit(graph, hardware, budget, ram, inputs=inputs, cache=cache)
 
 
+def _is_graph(model: str) -> bool:
+    """Return whether ``model`` is a graph file or the name of a shipped graph."""
+    return model in shipped_graphs() or Path(model).suffix in (".yaml", ".yml")
+
+
 @contextmanager
 def _graph_file(model: str, trust: list[str] | None) -> Iterator[Path]:
     """Provide the graph file of ``model``; import a folder or repository without weights."""
-    path = Path(model)
-    if model in shipped_graphs() or path.suffix in (".yaml", ".yml"):
-        yield path
+    if _is_graph(model):
+        yield Path(model)
         return
     from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -430,6 +431,9 @@ def test_what_fits_of_a_repository_needs_its_configurations_only(
     assert code == 0, err
     (choice,) = json.loads(output)["choices"]
     assert choice["download_bytes"] > 5e6
+    for command in choice["command"].split(" && "):
+        code, _, err = graphrun(*shlex.split(command)[1:])
+        assert code == 0, err
     paths = [path for method, path, _ in hub.requests if method == "GET"]
     assert paths
     assert not [path for path in paths if path.endswith((".safetensors", ".gguf"))]
