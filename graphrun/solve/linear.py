@@ -107,8 +107,7 @@ ROUNDING_RANGE = 4.0  # layers: how far rounding may move a column from its frac
 OPTIONS = {"threads": 1}
 COLUMN_TYPES = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
 # Heuristics of HiGHS for a first solution. They take half of its time where solutions are easy to
-# find and a quarter where they are not, so only ROUGH_GAP, and `rounded` until it has a solution,
-# turn them on.
+# find and a quarter where they are not, so only ROUGH_GAP and `rounded` turn them on.
 SEARCHES = (
     "mip_heuristic_run_feasibility_jump",
     "mip_heuristic_run_rens",
@@ -228,7 +227,6 @@ class MilpModel:
         Columns stay within ROUNDING_RANGE of their values in ``relaxed``. First, columns with
         integer values are fixed. If that is infeasible, or costs more than ``most_loss``, none is.
         """
-        result: MilpResult | None = None
         # columns this close to an integer are fixed; -1.0: none
         for fixed_distance in (INTEGRALITY, -1.0):
             ranges = {}
@@ -240,7 +238,7 @@ class MilpModel:
                     if is_integral
                     else (value - ROUNDING_RANGE, value + ROUNDING_RANGE)
                 )
-            result = self._solved(goal, (), gap, ranges, integers=columns, start=result)
+            result = self._solved(goal, (), gap, ranges, integers=columns)
             if result is not None and (
                 fixed_distance < 0 or result.value <= goal.at(relaxed.values) * (1 + most_loss)
             ):
@@ -282,7 +280,7 @@ class MilpModel:
             lp.integrality_ = [COLUMN_TYPES[flag] for flag in integer.astype(int).tolist()]
         nodes = min(nodes, max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size))
         options = {**OPTIONS, "mip_rel_gap": gap, "mip_max_nodes": nodes}
-        uses_heuristics = gap == ROUGH_GAP or (integers and start is None)
+        uses_heuristics = gap == ROUGH_GAP or integers
         return _run(
             lp, options | ({} if uses_heuristics else dict.fromkeys(SEARCHES, False)), start
         )
