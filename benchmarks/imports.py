@@ -36,25 +36,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-os.environ.update(
-    TRANSFORMERS_VERBOSITY="error",
-    DIFFUSERS_VERBOSITY="error",
-    HF_HUB_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-)
-sys.path[:0] = [
-    str(ROOT),
-    *(str(ROOT / "tests" / part) for part in ("attach", "importing", "sweep")),
-]
+from offline import ROOT, torchvision_operators
+
+OPERATORS = torchvision_operators()
 
 import torch  # noqa: E402
-
-# operators that a torchvision made for CUDA expects, declared if there is no CUDA
-DECLARED = torch.library.Library("torchvision", "DEF")
-for operator in () if torch.cuda.is_available() else ("nms", "qnms"):
-    DECLARED.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
 import transformers as t  # noqa: E402
 from diffusers import ModelMixin as DiffusersModel  # noqa: E402
 from import_whole import Saved, equal, planned, run  # noqa: E402

@@ -21,7 +21,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
@@ -31,28 +30,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-os.environ.update(
-    TRANSFORMERS_VERBOSITY="error",
-    DIFFUSERS_VERBOSITY="error",
-    HF_HUB_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-)
-sys.path[:0] = [
-    str(ROOT),
-    *(str(ROOT / "tests" / part) for part in ("attach", "importing", "sweep")),
-]
+from offline import ROOT, torchvision_operators
 
-import torch  # noqa: E402
-
-# operators that a torchvision made for CUDA expects, declared if there is no CUDA
-DECLARED = torch.library.Library("torchvision", "DEF")
-for operator in () if torch.cuda.is_available() else ("nms", "qnms"):
-    DECLARED.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+OPERATORS = torchvision_operators()
 
 import diffusers as d  # noqa: E402
 import numpy as np  # noqa: E402
 import tiny_modular  # noqa: E402
+import torch  # noqa: E402
 import transformers as t  # noqa: E402
 from import_whole import GRAPHS, NAMES, SEED, planned, run  # noqa: E402
 from tiny_pipelines import cases as plain_cases  # noqa: E402
