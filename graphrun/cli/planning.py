@@ -284,11 +284,12 @@ def look(
     verbose: bool = False,
     output_file: Path | None = None,
     reuse: str = "none",
+    costs: Iterable[QuantizingCost] = (),
 ) -> Look:
     """Return how the screen of ``graph_plan`` is shown, with the command that runs the plan.
 
-    For a slow plan, the command that plans its best suggestion comes first. Other arguments are as
-    for `_run_command`.
+    For a slow plan, the command that plans its best suggestion comes first. ``costs``: those of
+    `quantizing_of`. Other arguments are as for `_run_command`.
     """
     from graphrun.report.screen import Look
     from graphrun.report.verdicts import product_name
@@ -307,7 +308,7 @@ def look(
         suggestion_command,
         (
             *checkpoint_lines(graph, precisions_of(graph_plan.solution)),
-            *quantizing_lines(quantizing_of(graph_plan, cache_folder(options.no_cache))),
+            *quantizing_lines(costs),
         ),
         graph_plan.gain,
     )

@@ -108,7 +108,8 @@ def plan(
         summary = summarize(graph_plan.solution, graph_plan.solve_seconds)
         if output_file is not None:
             planfile.save(output_file, graph_plan.source, graph_plan.solution, summary)
-        style = look(graph_plan, options, verbose, output_file, reuse)
+        costs = quantizing_of(graph_plan, cache_folder(options.no_cache))
+        style = look(graph_plan, options, verbose, output_file, reuse, costs)
         screen = plan_screen(graph_plan.solution, graph_plan.solve_seconds, style)
         suggestions = list[Any]()
         if graph_plan.suggestions:
@@ -120,7 +121,6 @@ def plan(
             )
             suggestions = suggestions_json(graph_plan.suggestions)
         is_interrupted = bool(graph_plan.interrupted)
-        costs = quantizing_of(graph_plan, cache_folder(options.no_cache))
         show(
             {
                 **summary,

@@ -19,7 +19,7 @@ from graphrun.cli.common import GraphFile, app, cache_folder, load, parse_reuse,
 from graphrun.cli.downloads import download_all
 from graphrun.cli.enforcing import enforced, kernel_line
 from graphrun.cli.options import PlanOptions, shared
-from graphrun.cli.planning import GraphPlanner, Planned, look, open_graph
+from graphrun.cli.planning import GraphPlanner, Planned, look, open_graph, quantizing_of
 from graphrun.cli.running import RunOptions, files_for, save, stop_on_interrupt
 from graphrun.cli.terminal import print_coloured
 from graphrun.errors import InputError, Interrupted
@@ -147,7 +147,8 @@ def _ready(
     )
     is_saved = graph_plan.solution is not None
     graph_plan = _as_opened(planner.plan(graph_plan), options, notify)
-    style = replace(look(graph_plan, options, run_options.verbose), next_command="")
+    costs = quantizing_of(graph_plan, cache_folder(options.no_cache))
+    style = replace(look(graph_plan, options, run_options.verbose, costs=costs), next_command="")
     screen = (
         plan_screen(graph_plan.solution, graph_plan.solve_seconds, style)
         if run_options.verbose

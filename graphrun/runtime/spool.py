@@ -50,6 +50,7 @@ from graphrun.units import GIB, PAGE_BYTES, show_size
 
 PREFIX = "graphrun-spool-"
 MARGIN_BYTES = 16 << 20  # stays free on the disk
+QUANTIZED_FOLDER = "quantized"  # in the cache
 KEPT_BYTES = 64 * GIB  # limit of the folder of quantized weights
 # Elements that are quantized at a time on a device: with int8, which needs the most, 5 bytes each.
 MOST_ELEMENTS = 1 << 24
@@ -172,13 +173,13 @@ class Spool:
 
 def spool_in(cache: Path | None, tell: Callable[[str], None] | None = None) -> Spool:
     """Return a spool that keeps quantized weights in the folder ``cache``; None: keeps none."""
-    return Spool(keep=cache / "quantized" if cache is not None else None, tell=tell)
+    return Spool(keep=cache / QUANTIZED_FOLDER if cache is not None else None, tell=tell)
 
 
 def has_file(cache: Path, component: Component, precision: str, hardware: Hardware) -> bool:
     """Return whether ``cache`` has a file of ``component``'s quantized weights (`weights_key`)."""
     key = weights_key(component, precision, hardware)
-    return bool(key) and (cache / "quantized" / f"{key}.safetensors").is_file()
+    return bool(key) and (cache / QUANTIZED_FOLDER / f"{key}.safetensors").is_file()
 
 
 def weights_key(component: Component, precision: str, hardware: Hardware) -> str:
