@@ -99,7 +99,7 @@ class ProcessorRates:
 
         matmul, short matmul             FLOPs per second
         convolution, attention           FLOPs per second
-        scores                           of attention, per second
+        queries                          of attention, in elements per second
         reads                            of operands of products, in bytes per second
         results                          of products, in bytes per second
         weight, small ... huge copies    of convolutions, in bytes per second

@@ -118,8 +118,18 @@ def _products(dtype: str) -> Iterator[Probe]:
     ]
     for rows, inputs, outputs in rows_and_weights:
         yield Probe(functional.linear, dtype, ((rows, inputs), (outputs, inputs)))
-    for size in ((1, 12, 512, 128), (1, 10, 1024, 64)):
-        yield Probe(functional.scaled_dot_product_attention, dtype, (size,) * 3)
+    for heads, queries, keys, features in (
+        (12, 512, 512, 128),
+        (10, 1024, 1024, 64),
+        (20, 256, 256, 64),
+        (20, 256, 77, 64),
+    ):
+        sizes = [(1, tokens, heads, features) for tokens in (queries, keys, keys)]
+        yield Probe(_attention, dtype, tuple(sizes))
+
+
+def _attention(*tensors: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in tensors))
 
 
 def _convolutions(dtype: str) -> Iterator[Probe]:
@@ -266,10 +276,28 @@ def typical_seconds(probe: Probe, seconds: float, pool: ColdPool) -> float:
         while len(durations) < 3 or (time.perf_counter() < end and len(durations) < 400):
             cold_tensors = [pool.take(tensor) for tensor in tensors]
             start = time.perf_counter()
-            result = probe.operator(*cold_tensors)
+            probe.operator(*cold_tensors)  # the result's memory is returned in this time, too
             durations.append(time.perf_counter() - start)
-            del result
     return statistics.median(durations)
+
+
+def new_memory_rate(seconds: float) -> float:
+    """Return bytes per second at which operators get new pages from the kernel and return them,
+    within ``seconds``.
+
+    Every tensor of this size gets new pages, and the threads that compute write them first. The
+    rate is measured and not fitted, as few probes have tensors of this size.
+    """
+    durations, kept = list[float](), torch.ones(TOUCH_BYTES, dtype=torch.uint8)
+    end = time.perf_counter() + seconds
+    while len(durations) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.empty(TOUCH_BYTES, dtype=torch.uint8).fill_(1)
+        durations.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        kept.fill_(1)
+        durations[-1] -= time.perf_counter() - start
+    return TOUCH_BYTES / max(statistics.median(durations), TOUCH_BYTES / FASTEST)
 
 
 def launch_seconds(seconds: float, pool: ColdPool) -> float:
@@ -328,15 +356,16 @@ def measured_cpu(
     """
     assert isinstance(base.kernels, ProcessorRates)
     probe_list = probe_list or probes(base)
-    share = allowed_seconds / (len(probe_list) + 4)
+    share = allowed_seconds / (len(probe_list) + 5)
     pool = ColdPool(POOL_BYTES)
-    launch = launch_seconds(share, pool)
+    launch, new_rate = launch_seconds(share, pool), new_memory_rate(share)
     work, durations = list[dict[str, float]](), list[float]()
     for probe in probe_list:
         kernels = probe.kernels()
         work.append(work_of(kernels))
         duration = typical_seconds(probe, share, pool)
-        durations.append(max(0.1 * duration, duration - len(kernels) * launch))
+        known = len(kernels) * launch + work[-1].pop("new memory", 0.0) / new_rate
+        durations.append(max(0.1 * duration, duration - known))
     # The rate of an operator that only blocks have, with few bytes, would absorb the errors of
     # others.
     measured_names = {
@@ -350,6 +379,7 @@ def measured_cpu(
         for amounts in work
     ]
     rates, errors = fitted_rates(work, durations, [probe.is_block for probe in probe_list])
+    rates["new memory"] = new_rate
     for dtype in DTYPES:  # for operators that no probe has
         operator_rates = [
             rate

@@ -19,10 +19,10 @@ On a CPU (`ProcessorRates`) times add up, since the same cores multiply and move
                      and bytes of the result
     convolution      FLOPs, and bytes of the copies with channels in blocks and of the result, at
                      rates for weights, and for small, large and huge channels (`SMALL_PLANE_BYTES`)
-    attention        FLOPs, and scores
+    attention        FLOPs, and elements of the queries
     elementwise      bytes read and written, at the rate of the operator; an RMS norm as the
                      operators of which it consists there
-    all              the time to launch them; and where a tensor has more than `REUSED_BYTES`, the
+    all              the time to launch them; and where a tensor has at least `REUSED_BYTES`, the
                      time to get new memory from the kernel, page by page
 
 On a card, a call takes as long as its kernels, or as the host takes to launch them, if that is
@@ -43,8 +43,9 @@ from graphrun.units import KIB, MIB, round_up
 
 TILE = 128
 
-# glibc keeps freed memory up to this size for the next allocation; larger tensors get new pages
-# from the kernel (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c, 64-bit).
+# glibc keeps freed memory up to this size, its header included, for the next allocation; tensors of
+# this size and larger get new pages from the kernel (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c,
+# 64-bit).
 REUSED_BYTES = 32 * MIB
 # Products that add up fewer numbers per output compute faster: their weights stay in the cache.
 LONG_SUMS = 1024
@@ -205,7 +206,13 @@ def cpu_work(kernel: Kernel) -> dict[str, float]:
             "weight copies": weight_bytes,
             f"{kind} copies": sum(copies),
         } | _new_bytes(*map(int, copies), weight_bytes)
-    return {"attention": kernel.flops, "scores": float(kernel.scores)}
+    return {"attention": kernel.flops, "queries": float(_query_elements(kernel))}
+
+
+def _query_elements(kernel: Kernel) -> float:
+    """Return the elements of attention's queries: each is packed, scaled and written once."""
+    heads, queries, _, features = kernel.shape
+    return heads * queries * (features or kernel.flops / (4 * kernel.scores or 1))
 
 
 def _rms_norm_work(elements: int, element_bytes: int, has_weight: int) -> dict[str, float]:
@@ -223,7 +230,7 @@ def _rms_norm_work(elements: int, element_bytes: int, has_weight: int) -> dict[s
 
 def _new_bytes(*sizes: int) -> dict[str, float]:
     """Return the bytes of tensors of ``sizes`` that get new memory from the system each time."""
-    total_bytes = sum(nbytes for nbytes in sizes if nbytes > REUSED_BYTES)
+    total_bytes = sum(nbytes for nbytes in sizes if nbytes >= REUSED_BYTES)
     return {"new memory": float(total_bytes)} if total_bytes else {}
 
 

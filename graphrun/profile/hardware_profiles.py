@@ -4,7 +4,7 @@
                                      "figures": {...}, ...}
 
 A profile is found by its name, or for this machine's device. A file that cannot be read as a
-profile is ignored.
+profile, or lacks rates that this version uses, is ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graphrun.device_kinds import DeviceKind
 from graphrun.errors import InputError
 from graphrun.files import write_whole
 from graphrun.host_ram import total_ram_bytes
-from graphrun.model.problem import Hardware
+from graphrun.model.problem import Hardware, KernelRates, ProcessorRates
 from graphrun.profile import hardware as devices
 from graphrun.profile import processor
 from graphrun.reading import read_json
@@ -110,18 +110,25 @@ def other_cpu_profiles(cache: Path | None) -> list[str]:
     ]
 
 
+def _has_all_classes(kernels: KernelRates | ProcessorRates | None) -> bool:
+    """Return whether a profile has the rates that estimates of a CPU have: others were measured by
+    another version of graphrun."""
+    estimate = processor.cpu_estimate().kernels
+    if not isinstance(kernels, ProcessorRates) or not isinstance(estimate, ProcessorRates):
+        return True
+    return dict(estimate.rates).keys() <= dict(kernels.rates).keys()
+
+
 def _profiles(cache: Path | None) -> list[dict[str, Any]]:
     """Return the contents of all valid profile files, the most recently written first."""
     dated_profiles: list[tuple[int, dict[str, Any]]] = []
     for path in sorted((cache / "profiles").glob("*.json")) if cache is not None else []:
         try:
             data = read_json(path)
-            profile = {
-                **data,
-                "hardware": TypeAdapter(Hardware).validate_python(data["hardware"]),
-                "device": str(data["device"]),
-            }
-            dated_profiles.append((path.stat().st_mtime_ns, profile))
+            profile_hardware = TypeAdapter(Hardware).validate_python(data["hardware"])
+            profile = {**data, "hardware": profile_hardware, "device": str(data["device"])}
+            if _has_all_classes(profile_hardware.kernels):
+                dated_profiles.append((path.stat().st_mtime_ns, profile))
         except (InputError, OSError, TypeError, ValueError, KeyError):
             continue
     return [profile for _, profile in reversed(sorted(dated_profiles, key=lambda item: item[0]))]

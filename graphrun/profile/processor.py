@@ -126,7 +126,7 @@ def cpu_estimate() -> Hardware:
             if dtype == "float32" or has_half_convolutions
             else REFERENCE_CONVOLUTION,
             f"attention {dtype}": 0.5 * flops,
-            f"scores {dtype}": 1e9 * cores,
+            f"queries {dtype}": 0.3e9 * cores,
             f"reads {dtype}": 2 * moving,
             f"results {dtype}": 0.6 * moving,
             f"weight copies {dtype}": 0.5 * moving,

@@ -102,6 +102,9 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
     monkeypatch.setattr(calibrate_cpu, "typical_seconds", seconds)
     monkeypatch.setattr(calibrate_cpu, "launch_seconds", lambda *_: 1e-6)
+    monkeypatch.setattr(
+        calibrate_cpu, "new_memory_rate", lambda _: rates_of(hardware).rate("new memory", "")
+    )
     monkeypatch.setattr(calibrate_cpu, "POOL_BYTES", 1 << 16)
     return hardware
 
@@ -155,6 +158,7 @@ def test_probes_are_timed() -> None:
     pool = ColdPool(1 << 20)
     assert calibrate_cpu.typical_seconds(probe, 0, pool) > 0
     assert calibrate_cpu.launch_seconds(0, pool) > 0
+    assert 0 < calibrate_cpu.new_memory_rate(0) < FASTEST
 
 
 @pytest.mark.parametrize(("available_chunks", "chunks"), [(1, 0), (5, 2), (9, 4)])
@@ -211,6 +215,11 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
             assert row["verdict"] == "note"
             assert row["fix"] == "graphrun calibrate --device cpu"
     assert profiles.detect_cpu(tmp_path).basis == "measured"
+
+    (file,) = (tmp_path / "profiles").glob("*.json")
+    text = file.read_text()
+    file.write_text(text.replace("queries float32", "scores float32"))
+    assert profiles.detect_cpu(tmp_path).basis == "data sheet", "of an older version"
 
 
 def test_threads_are_those_of_torch() -> None:

@@ -197,6 +197,28 @@ def test_priors_are_within_their_data_sheets(name: str) -> None:
     assert card.basis == "data sheet"
 
 
+class CrossAttention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(1, x.shape[1], 4, -1).transpose(1, 2)
+        keys = heads[:, :, :77]
+        return nn.functional.scaled_dot_product_attention(heads, keys, keys)
+
+
+def test_attention_on_a_cpu_takes_its_products_and_its_queries() -> None:
+    (kernel,) = kernels(CrossAttention(), 1, 300, 256)
+    elements = 300 * 256
+    assert cpu_work(kernel) == {"attention": 4.0 * elements * 77, "queries": elements}
+    unknown_shape = kernel._replace(shape=(*kernel.shape[:-1], 0))
+    assert cpu_work(unknown_shape) == cpu_work(kernel)
+
+
+@pytest.mark.parametrize(("rows", "new_rows"), [(4095, 0), (4096, 4096)])
+def test_tensors_from_32_mib_on_get_new_memory_on_a_cpu(rows: int, new_rows: int) -> None:
+    """glibc adds a header, so a tensor of exactly its largest threshold is never kept."""
+    (kernel,) = kernels(nn.SiLU(), rows, 4096)
+    assert cpu_work(kernel).get("new memory", 0) == 2 * 4096 * new_rows
+
+
 def attention(features: int, operator: str = "") -> Kernel:
     """Attention of 4096 tokens with 8 heads of ``features``."""
     tokens, heads = 4096, 8
