@@ -261,7 +261,7 @@ def _graphrun(job: Job) -> Picture:
         hardware=hardware.label,
         basis=hardware.basis,
         planned_seconds=solution.simulation.seconds,
-        planned_peak_bytes=solution.simulation.peak_bytes + problem.overhead_bytes,
+        planned_peak_bytes=problem.budget_for(solution.simulation.peak_bytes),
         planned_read_bytes=solution.simulation.moved_bytes,
     )
 

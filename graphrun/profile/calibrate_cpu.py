@@ -129,7 +129,8 @@ def _products(dtype: str) -> Iterator[Probe]:
 
 
 def _attention(*tensors: torch.Tensor) -> torch.Tensor:
-    return functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in tensors))
+    query, key, value = (part.transpose(1, 2) for part in tensors)
+    return functional.scaled_dot_product_attention(query, key, value)
 
 
 def _convolutions(dtype: str) -> Iterator[Probe]:
