@@ -22,6 +22,7 @@ from torch import nn
 
 from graphrun.errors import InputError
 
+CACHE_LINE_BYTES = 64
 ACCELERATE, GROUPS, GGUF = "accelerate", "groups", "gguf"  # folders of copies
 
 
@@ -115,10 +116,19 @@ class Blockwise:
         def load(_module: nn.Module, _arguments: Any) -> None:
             start = time.perf_counter()
             for name, stored_name in names.items():
-                _set(block, name, self._open(files[stored_name]).get_tensor(stored_name).clone())
+                _set(block, name, _copied(self._open(files[stored_name]).get_tensor(stored_name)))
             self.load_seconds += time.perf_counter() - start
 
         return load
+
+
+def _copied(mapped: torch.Tensor) -> torch.Tensor:
+    """Return a copy at the same distance from a cache line as in the file, where diffusers uses the
+    tensor in place: MKL's products of single rows in fp32 depend on it in their last bits."""
+    size, skipped = mapped.element_size(), mapped.data_ptr() % CACHE_LINE_BYTES
+    flat = torch.empty(mapped.numel() + CACHE_LINE_BYTES // size, dtype=mapped.dtype)
+    start = (skipped - flat.data_ptr()) % CACHE_LINE_BYTES // size
+    return flat[start : start + mapped.numel()].view(mapped.shape).copy_(mapped)
 
 
 def getattr_path(module: nn.Module, path: str) -> torch.Tensor:
