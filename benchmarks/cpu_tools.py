@@ -122,13 +122,15 @@ class Blockwise:
         return load
 
 
-def _copied(mapped: torch.Tensor) -> torch.Tensor:
+def _copied(mapped_tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy at the same distance from a cache line as in the file, where diffusers uses the
     tensor in place: MKL's products of single rows in fp32 depend on it in their last bits."""
-    size, skipped = mapped.element_size(), mapped.data_ptr() % CACHE_LINE_BYTES
-    flat = torch.empty(mapped.numel() + CACHE_LINE_BYTES // size, dtype=mapped.dtype)
+    size, skipped = mapped_tensor.element_size(), mapped_tensor.data_ptr() % CACHE_LINE_BYTES
+    flat = torch.empty(mapped_tensor.numel() + CACHE_LINE_BYTES // size, dtype=mapped_tensor.dtype)
     start = (skipped - flat.data_ptr()) % CACHE_LINE_BYTES // size
-    return flat[start : start + mapped.numel()].view(mapped.shape).copy_(mapped)
+    return (
+        flat[start : start + mapped_tensor.numel()].view(mapped_tensor.shape).copy_(mapped_tensor)
+    )
 
 
 def getattr_path(module: nn.Module, path: str) -> torch.Tensor:

@@ -289,14 +289,14 @@ def new_memory_rate(seconds: float) -> float:
     Every tensor of this size gets new pages, and the threads that compute write them first. The
     rate is measured and not fitted, as few probes have tensors of this size.
     """
-    durations, kept = list[float](), torch.ones(TOUCH_BYTES, dtype=torch.uint8)
+    durations, reused_tensor = list[float](), torch.ones(TOUCH_BYTES, dtype=torch.uint8)
     end = time.perf_counter() + seconds
     while len(durations) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         torch.empty(TOUCH_BYTES, dtype=torch.uint8).fill_(1)
         durations.append(time.perf_counter() - start)
         start = time.perf_counter()
-        kept.fill_(1)
+        reused_tensor.fill_(1)
         durations[-1] -= time.perf_counter() - start
     return TOUCH_BYTES / max(statistics.median(durations), TOUCH_BYTES / FASTEST)
 
@@ -365,8 +365,8 @@ def measured_cpu(
         kernels = probe.kernels()
         work.append(work_of(kernels))
         duration = typical_seconds(probe, share, pool)
-        known = len(kernels) * launch + work[-1].pop("new memory", 0.0) / new_rate
-        durations.append(max(0.1 * duration, duration - known))
+        known_seconds = len(kernels) * launch + work[-1].pop("new memory", 0.0) / new_rate
+        durations.append(max(0.1 * duration, duration - known_seconds))
     # The rate of an operator that only blocks have, with few bytes, would absorb the errors of
     # others.
     measured_names = {
