@@ -180,10 +180,11 @@ def _conversion(
     return None
 
 
-# transformers' model type -> architecture of llama.cpp (gguf's MODEL_ARCH_NAMES) whose tensors
-# differ from transformers' in their names only. Llama is not listed: its queries and keys are
-# permuted.
-_LLAMA_CPP = {"t5": "t5encoder", "umt5": "t5encoder", "qwen2": "qwen2", "qwen3": "qwen3"}
+# transformers' model type -> architecture of llama.cpp (gguf's MODEL_ARCH_NAMES)
+_LLAMA_CPP = {
+    **{"t5": "t5encoder", "umt5": "t5encoder", "qwen2": "qwen2", "qwen3": "qwen3"},
+    **{"llama": "llama", "mistral": "llama", "gemma2": "gemma2", "gemma3_text": "gemma3"},
+}
 
 
 def _text_encoder(
@@ -204,8 +205,27 @@ def _text_encoder(
         path, _, suffix = name.rpartition(".")
         original = names.get_name(path) or names.get_name(f"model.{path}")
         if original is not None and (tensor := checkpoint.get(f"{original}.{suffix}")) is not None:
-            tensors[name] = tensor
+            tensors[name] = _from_llama_cpp(tensor, original, architecture, module.config)
     return tensors
+
+
+def _from_llama_cpp(
+    tensor: torch.Tensor, name: str, architecture: str, config: Any
+) -> torch.Tensor:
+    """Return the ``tensor`` called ``name`` in a file of llama.cpp as transformers has it.
+
+    llama.cpp's convert_hf_to_gguf.py orders the rows of Llama's queries and keys for its own rotary
+    embedding, and adds 1 to the weights of Gemma's norms. Rows stay whole, so that quantized ones
+    stay so.
+    """
+    if architecture == "llama" and name.endswith((".attn_q", ".attn_k")):
+        is_key = name.endswith("k")
+        heads = config.num_key_value_heads if is_key else config.num_attention_heads
+        pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+        return pairs.transpose(1, 2).reshape(tensor.shape)
+    if architecture.startswith("gemma") and name.endswith("norm"):
+        return tensor - 1
+    return tensor
 
 
 def _clip(module: Any, checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

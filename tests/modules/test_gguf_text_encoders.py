@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 import graphrun
 from graphrun.graph.graph import Graph
@@ -75,6 +76,22 @@ CASES = {
         },
         gguf.MODEL_ARCH.QWEN2,
     ),
+}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "pad_token_id": 0,
+}
+CASES |= {
+    "llama": ("transformers.LlamaModel", SIZES, gguf.MODEL_ARCH.LLAMA),
+    "mistral": ("transformers.MistralModel", SIZES, gguf.MODEL_ARCH.LLAMA),
+    "gemma2": ("transformers.Gemma2Model", SIZES, gguf.MODEL_ARCH.GEMMA2),
+    "gemma3": ("transformers.Gemma3TextModel", SIZES, gguf.MODEL_ARCH.GEMMA3),
 }
 K_QUANTS = (TYPES.Q4_K, TYPES.Q5_K, TYPES.Q6_K)
 
@@ -141,6 +158,14 @@ def encoder(
     return replace(component, precision=("bfloat16", "Q4_0"), checkpoints=checkpoints), graph, file
 
 
+def as_transformers_has_it(component: Component, name: str, numbers: torch.Tensor) -> torch.Tensor:
+    """The tensor ``name`` of a file as transformers' own loader of GGUF files changes it."""
+    architecture = gguf.MODEL_ARCH_NAMES[CASES[kind_of(component)][2]]
+    kind = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    processed = kind(config=component.config).process(numbers.numpy(), name).weights
+    return torch.from_numpy(numpy.ascontiguousarray(processed))
+
+
 def filled(component: Component, graph: Graph) -> nn.Module:
     module, writer = draft(component, graph, "Q4_0")
     for path, child in module.named_modules():
@@ -170,7 +195,7 @@ def test_outputs_are_those_of_the_weights_that_diffusers_dequantizes(
             dtype=getattr(torch, entry.dtype),
         ).reshape(entry.shape)
         numbers = dequantized(data, entry.quant) if entry.quant else data
-        parameter.data = numbers.to(parameter.dtype)
+        parameter.data = as_transformers_has_it(component, entry.name, numbers).to(parameter.dtype)
     module = filled(component, graph)
     ids = torch.arange(24).reshape(1, 24) % 96
     with torch.no_grad():
