@@ -6,6 +6,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,7 +56,7 @@ def fit_command(
         str,
         typer.Argument(
             help="Graph file, name of a graph (graphrun list), folder of a pipeline, or hub id "
-            "(owner/name; reads configurations only).",
+            "(owner/name; reads configurations and headers).",
             show_default=False,
         ),
     ],
@@ -157,10 +158,12 @@ def _graph_file(model: str, trust: list[str] | None) -> Iterator[Path]:
     from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "graph.yaml"
         options = ImportOptions({}, {}, (), {}, None, False, tuple(trust or ()))
         with native_stdout_to_stderr(), alive(f"import of {model}"):
-            import_source(model, options).write(file, overwrite=False)
+            imported = import_source(model, options)
+            description = imported.description.from_headers()
+            file = Path(folder) / f"{description.name}.yaml"
+            replace(imported, description=description).write(file, overwrite=False)
         yield file
 
 

@@ -75,7 +75,7 @@ def import_(
 ) -> None:
     """Write a graph file for an existing pipeline.
 
-    Uses its configurations and a dry run of its code. Fetches and reads no
+    Uses its configurations, headers of weights, and a dry run of its code. Reads no
     weights, and runs no code that comes with a checkpoint.
     """
     from graphrun.diffusers_.importing.imported import ImportOptions, import_source, refuse_existing

@@ -63,6 +63,11 @@ def field_name(weight: str, key: str) -> str:
     return f"{weight}:{key}"
 
 
+def is_state(name: str) -> bool:
+    """Return whether ``name`` is that of a quantized weight's state in a file."""
+    return _STATE in name
+
+
 def packed_weights(tensors: Mapping[str, Stored]) -> dict[str, PackedWeight]:
     """Return the weights among ``tensors`` that bitsandbytes quantized, by name.
 

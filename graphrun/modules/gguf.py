@@ -108,6 +108,18 @@ def gguf_tensors(file: Path, file_line: str) -> tuple[Stored, ...]:
     return tuple(file_tensors)
 
 
+def has_whole_header(content: bytes) -> bool:
+    """Return whether ``content``, the beginning of a GGUF file, has its whole header. True for
+    content that is no header: reading the file reports that."""
+    try:
+        _header(io.BytesIO(content))
+    except (struct.error, EOFError):
+        return False
+    except (ValueError, KeyError, OverflowError):
+        return True
+    return True
+
+
 def quantized_types() -> Mapping[str, Any]:
     """Return type -> diffusers' function that dequantizes its blocks. Needs the package gguf."""
     from diffusers.quantizers.gguf.utils import dequantize_functions

@@ -39,7 +39,7 @@ def look(repository: str, revision: str | None, file_line: str = "") -> Listing:
     """
     from huggingface_hub import HfApi
 
-    with _explained(repository, repository, revision, file_line):
+    with explained(repository, repository, revision, file_line):
         api = HfApi()
         info = api.model_info(repository, revision=revision, files_metadata=True)
         if info.gated:
@@ -74,7 +74,7 @@ def snapshot(
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "blobs"
     existing_names = set(_names(blobs))
     bar: Any = {} if progress is None else {"tqdm_class": _bar(progress)}
-    with _explained(subject or repository, repository, revision, file_line):
+    with explained(subject or repository, repository, revision, file_line):
         try:
             root = snapshot_download(
                 repository,
@@ -159,8 +159,8 @@ def _bar(progress: DownloadCallback) -> type[Any]:
 
 
 @contextmanager
-def _explained(
-    subject: str, repository: str, revision: str | None, file_line: str
+def explained(
+    subject: str, repository: str, revision: str | None, file_line: str = ""
 ) -> Iterator[None]:
     """Turn every exception of the hub's client into a GraphError that says what to do."""
     try:
@@ -173,6 +173,31 @@ def _explained(
         ) from error
 
 
+def is_unreachable(error: BaseException | None) -> bool:
+    """Return whether ``error`` of the hub's client says that no hub answers, or that none may be
+    asked (HF_HUB_OFFLINE)."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    chain = _causes(error) if isinstance(error, Exception) else []
+    if any(isinstance(link, OfflineModeIsEnabled) for link in chain):
+        return True
+    return bool(chain) and _status(chain) is None and not isinstance(error, ValueError)
+
+
+def _causes(error: Exception) -> list[Exception]:
+    """Return ``error`` and its causes."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and isinstance(cause, Exception):
+        chain.append(cause)
+    return chain
+
+
+def _status(chain: Sequence[Exception]) -> int | None:
+    """Return the first HTTP status in a chain of errors."""
+    statuses = (getattr(getattr(link, "response", None), "status_code", None) for link in chain)
+    return next(filter(None, statuses), None)
+
+
 def _why(error: Exception, repository: str, revision: str | None) -> str:
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -182,16 +207,9 @@ def _why(error: Exception, repository: str, revision: str | None) -> str:
         RevisionNotFoundError,
     )
 
-    chain = [error]
-    while (cause := chain[-1].__cause__) is not None and isinstance(cause, Exception):
-        chain.append(cause)
+    chain = _causes(error)
     page, login = f"{constants.ENDPOINT}/{repository}", "hf auth login"
-    status = next(
-        filter(
-            None, (getattr(getattr(link, "response", None), "status_code", None) for link in chain)
-        ),
-        None,
-    )
+    status = _status(chain)
     message = next(
         filter(None, (" ".join(str(link).split()) for link in reversed(chain))),
         type(error).__name__,

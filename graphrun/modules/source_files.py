@@ -260,7 +260,7 @@ def _listed(place: Path, file_line: str, variant: str) -> list[Path]:
         {
             name
             for path in place.glob("*.safetensors*")
-            if (name := _variant_of(path.name)) != variant
+            if (name := variant_of(path.name)) != variant
         }
     )
     pickled = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLED)
@@ -278,10 +278,16 @@ def _listed(place: Path, file_line: str, variant: str) -> list[Path]:
 
 
 def _of_variant(folder: Path, pattern: str, variant: str) -> list[Path]:
-    return sorted(path for path in folder.glob(pattern) if _variant_of(path.name) == variant)
+    return sorted(path for path in folder.glob(pattern) if variant_of(path.name) == variant)
 
 
-def _variant_of(name: str) -> str:
+def only_variant(folder: Path) -> str:
+    """Return the variant to read: "" if there are safetensors without one or none at all."""
+    names = {variant_of(path.name) for path in folder.glob("*.safetensors*")}
+    return "" if "" in names else min(names, default="")
+
+
+def variant_of(name: str) -> str:
     """Return the variant in a file name, as diffusers' `_add_variant` writes it.
 
     ``fp16`` for ``model.fp16.safetensors``, ``model.fp16-00001-of-00002.safetensors`` and

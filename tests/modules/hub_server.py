@@ -9,8 +9,12 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 # tokens: with access, without, without any right to read
 MEMBER, VISITOR, LIMITED = (
@@ -36,11 +40,13 @@ class Hub:
 
     ``breaks``: how often the connection breaks in the middle of a large file, by the file's name.
     ``wrong``: names of large files that are served with another content of the same size.
-    ``requests``: all that were made, (method, path, Range or "").
+    ``requests``: all that were made, (method, path, Range or ""). ``sent_bytes``: of bodies, by
+    path.
     """
 
     def __init__(self, repositories: dict[str, Repository]) -> None:
         self.repositories = repositories
+        self.sent_bytes = Counter[str]()
         self.breaks, self.wrong, self.requests = (
             Counter[str](),
             set[str](),
@@ -80,6 +86,7 @@ class Hub:
                 self.end_headers()
                 if self.command == "GET":
                     self.wfile.write(body[:length])
+                    hub.sent_bytes[path] += length
                     self.close_connection = length < len(body)
 
             do_HEAD = do_GET
@@ -140,7 +147,7 @@ class Hub:
         content, file = files.get("/".join(steps)), steps[-1]
         if content is None:
             return _refused(404, "EntryNotFound", "Entry not found")
-        if not file.endswith(".safetensors"):
+        if not file.endswith((".safetensors", ".gguf")):
             return (
                 200,
                 {"ETag": f'"{_git(content)}"', "X-Repo-Commit": commit},
@@ -165,19 +172,31 @@ class Hub:
         content = self.repositories[f"{owner}/{name}"].commits[commit]["/".join(steps)]
         if steps[-1] in self.wrong:
             content = content[:-1] + bytes([content[-1] ^ 1])
-        start = int((headers.get("Range") or "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        body, length = content[start:], len(content) - start
+        begin, _, last = (headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(begin), min(int(last or len(content)) + 1, len(content))
+        body, length = content[start:end], end - start
         if self.breaks[steps[-1]] > 0:
             self.breaks[steps[-1]] -= 1
             length //= 2
-        if not start:
+        if "Range" not in headers:
             return 200, {}, body, length
         return (
             206,
-            {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"},
+            {"Content-Range": f"bytes {start}-{end - 1}/{len(content)}"},
             body,
             length,
         )
+
+
+def connect(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points huggingface_hub's client to ``hub``, without a token, with its cache in ``cache``."""
+    template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache.with_name("token")))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
 
 
 def _closed(repository: Repository, token: str) -> tuple[int, dict[str, str], bytes, int] | None:

@@ -23,7 +23,7 @@ ROLES = {
 }
 ROLES |= {"embed": GGUF_TYPES.F16, "time": GGUF_TYPES.BF16}
 Tensors = dict[str, torch.Tensor]
-SIZES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1}
 RESNET = {
     "norm1": "in_layers.0",
     "conv1": "in_layers.2",

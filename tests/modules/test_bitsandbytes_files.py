@@ -13,6 +13,7 @@ import pytest
 import torch
 from bitsandbytes import functional
 from campaign import sampled
+from quantized_folders import loaded, quantization
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -37,32 +38,6 @@ def plain_folder(flux: Graph, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
     build(flux.component("transformer"), flux).save_pretrained(folder)  # type: ignore[operator]
     return folder
-
-
-def loaded(folder: Path, **options: Any) -> Any:
-    """The module as diffusers loads it. diffusers asks for a GPU, and then computes without one."""
-    from diffusers import FluxTransformer2DModel
-    from diffusers.quantizers.bitsandbytes import bnb_quantizer
-
-    with pytest.MonkeyPatch.context() as patch:
-        for kind in ("BnB4BitDiffusersQuantizer", "BnB8BitDiffusersQuantizer"):
-            patch.setattr(
-                getattr(bnb_quantizer, kind), "validate_environment", lambda *_, **__: None
-            )
-        return FluxTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16, **options)
-
-
-def quantization(kind: str) -> Any:
-    from diffusers import BitsAndBytesConfig
-
-    if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_use_double_quant=kind == "nested",
-    )
 
 
 KINDS = ["nf4", "nested", "int8"]

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hub_server import LIMITED, MEMBER, VISITOR, Hub, Repository
+from hub_server import LIMITED, MEMBER, VISITOR, Hub, Repository, connect
 from huggingface_hub import constants
 from original_layouts import by_role, write_gguf
 from PIL import Image
@@ -74,16 +74,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     shards = Repository({MAIN: sharded()}, {"main": MAIN})
     repositories = {"org/shapes": shapes, "org/gated": gated, "org/binary": binary}
     with Hub({**repositories, "org/shards": shards}) as served:
-        monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
-        monkeypatch.setattr(
-            constants,
-            "HUGGINGFACE_CO_URL_TEMPLATE",
-            served.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        )
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
+        connect(served, tmp_path / "hub", monkeypatch)
         yield served
 
 
@@ -409,6 +400,13 @@ def test_a_published_gguf_file_is_planned_before_it_is_here_and_again_by_its_hea
     assert len({Image.open(tmp_path / name).tobytes() for name in names}) == 1
 
 
+def header_bytes(hub: Hub) -> int:
+    """The bytes that were sent of weight files. Asserts that only parts of them were asked for."""
+    weights = [request for request in hub.requests if request[1].endswith(".safetensors")]
+    assert all(byte_range for _, _, byte_range in weights)
+    return sum(nbytes for path, nbytes in hub.sent_bytes.items() if path.endswith(".safetensors"))
+
+
 @pytest.mark.sweep("more")
 def test_a_repository_with_shards_is_imported_and_planned_without_them(
     hub: Hub, graphrun: Cli, tmp_path: Path
@@ -418,13 +416,13 @@ def test_a_repository_with_shards_is_imported_and_planned_without_them(
     assert code == 0, err
     code, _, err = graphrun("plan", str(graph), "--vram", "1G", "--hardware", "rtx4060")
     assert code == 0, err
-    assert not [path for _, path, _ in hub.requests if path.endswith(".safetensors")]
+    assert 0 < header_bytes(hub) < 500_000
     assert "source: org/shards" in graph.read_text()
 
 
 @pytest.mark.sweep("more")
 @pytest.mark.long
-def test_what_fits_of_a_repository_needs_its_configurations_only(
+def test_what_fits_of_a_repository_needs_its_configurations_and_headers(
     hub: Hub, graphrun: Cli, tmp_path: Path
 ) -> None:
     code, output, err = graphrun("fit", "org/shapes", "--card", "rtx4060", "--ram", "8G", "--json")
@@ -434,6 +432,4 @@ def test_what_fits_of_a_repository_needs_its_configurations_only(
     for command in choice["command"].split(" && "):
         code, _, err = graphrun(*shlex.split(command)[1:])
         assert code == 0, err
-    paths = [path for method, path, _ in hub.requests if method == "GET"]
-    assert paths
-    assert not [path for path in paths if path.endswith((".safetensors", ".gguf"))]
+    assert 0 < header_bytes(hub) < 500_000

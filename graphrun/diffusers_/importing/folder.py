@@ -1,7 +1,7 @@
 """Pipelines from folders in diffusers' layout and from hub repositories.
 
-Only small files are fetched from the hub, never weights. Only headers of weights in a local folder
-are read, for their dtypes.
+Only small files and headers of weight files are fetched from the hub, never weights. Of weights,
+only headers are read: for dtypes, and for the precision of quantized files.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import diffusers
 
 from graphrun.diffusers_.importing.found import (
     PipelineDescription,
+    SavedWeights,
     class_in,
+    common_dtype,
     dtype_of,
     existing_kind,
     is_module,
@@ -27,8 +30,18 @@ from graphrun.diffusers_.importing.modular_spec import add_default, own_code, pi
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.document import read_json
 from graphrun.modules import hub
+from graphrun.modules.bitsandbytes_files import packed_weights
 from graphrun.modules.classes import resolve_class
-from graphrun.modules.source_files import complete, has_weights, stored_tensors
+from graphrun.modules.contents import FP8
+from graphrun.modules.hub_headers import stand_in
+from graphrun.modules.quantize import THRESHOLD
+from graphrun.modules.source_files import (
+    Stored,
+    complete,
+    has_weights,
+    only_variant,
+    stored_tensors,
+)
 from graphrun.ops.modular import BLOCKS, is_modular_class
 
 INDEX = "model_index.json"
@@ -75,12 +88,13 @@ def of_hub(
 ) -> PipelineDescription:
     """Return the description of the pipeline in the hub's ``repository``.
 
-    Small files are fetched or taken from the hub's cache. A ``revision`` (branch, tag or commit) is
-    pinned: the description names its present commit, which the configurations belong to. Raises
-    InputError if the repository does not exist, or cannot be reached and is not in the cache.
+    Small files and headers of weights are fetched or taken from the hub's cache. A ``revision``
+    (branch, tag or commit) is pinned: the description names its present commit, which the
+    configurations belong to. Raises InputError if the repository does not exist, or cannot be
+    reached and is not in the cache.
     """
     folder = _fetch(repository, revision, SMALL)
-    # a folder of the hub's cache: models--owner--name/snapshots/COMMIT
+    # named as in the hub's cache: .../COMMIT
     commit = folder.name if revision is not None else None
     description = _read(folder, repository, commit, excluded_names, repository, trust)
     if commit != revision:
@@ -89,9 +103,13 @@ def of_hub(
 
 
 def _fetch(repository: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Return the folder in the hub's cache with matching small files. Raises InputError."""
+    """Return a folder with the matching small files and the headers of weight files. Raises
+    InputError."""
     text = f"the configurations of {repository}{f' at {revision}' if revision else ''}"
-    return hub.snapshot(repository, revision, patterns, LARGE, subject=text)
+    folder = hub.snapshot(repository, revision, patterns, LARGE, subject=text)
+    if not folder.is_dir():  # no file of the repository is a small one
+        raise InputError(f"{repository} has no {INDEX}: it is no pipeline of diffusers")
+    return stand_in(repository, folder)
 
 
 def _read(
@@ -110,6 +128,8 @@ def _read(
     description = PipelineDescription(
         origin, path, slug(source), source, folder.resolve(), revision, trust
     )
+    if not Path(source).is_absolute():
+        description.stand_ins[source] = folder
     (_add_blocks if is_modular else _add_members)(description, index, excluded_names)
     return description
 
@@ -206,6 +226,8 @@ def _add_blocks(
                 if is_local
                 else _locate(specification, subfolder, f"{origin}/{name}")
             )
+            if source is not None and not Path(source).is_absolute():
+                description.stand_ins[source] = location
             class_entry = [
                 str(text)
                 for text in (entry[:2] if entry[0] else specification.get("type_hint", entry))[:2]
@@ -340,15 +362,76 @@ def _add(
         return
     if config is None:
         raise InputError(f"{location} has no config.json: without it {entry[1]} has no sizes")
-    # of a repository, the index of shards may be here without them
-    is_here = has_weights(member_folder) and (
-        Path(description.source or "").is_absolute() or complete(str(member_folder), location)
-    )
-    tensors = stored_tensors(member_folder, location) if is_here else ()
+    tensors, weights = _saved_weights(member_folder, config, location, description.source or "")
+    if weights.gguf:
+        base = source or f"{description.source}/{name}"
+        weights = replace(weights, gguf=f"{base}/{weights.gguf}")
     description.add(
         name,
         path,
-        config,
+        {key: value for key, value in config.items() if key != "quantization_config"},
         dtype_of(config, [(tensor.dtype, tensor.nbytes) for tensor in tensors]),
         source=source,
+        weights=weights,
+    )
+
+
+def _saved_weights(
+    folder: Path, config: Mapping[str, Any], location: str, source: str
+) -> tuple[list[Stored], SavedWeights]:
+    """Return (tensors that are not quantized, how the weights are saved) of a component's folder.
+
+    ``source``: of the pipeline. Raises InputError for quantized weights that cannot be read.
+    """
+    method = _quantization(config, location)
+    variant = only_variant(folder)
+    # of a repository, the index of shards may be here without them
+    is_here = has_weights(folder, variant) and (
+        Path(source).is_absolute() or complete(str(folder), location, variant)
+    )
+    if not is_here:
+        files = sorted(path.name for path in folder.glob("*.gguf"))
+        if len(files) > 1:
+            raise InputError(
+                f"{location} has no safetensors, and {len(files)} GGUF files, such as {files[0]}: "
+                "leave one there"
+            )
+        if files:
+            return [], SavedWeights(("gguf",), gguf=files[0])
+        return [], SavedWeights((method,) if method else ())
+    tensors = {tensor.name: tensor for tensor in stored_tensors(folder, location, variant)}
+    try:
+        packed = packed_weights(tensors)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{location} cannot be imported: {error}") from error
+    precisions = {weight.precision for weight in packed.values()}
+    if method and precisions - {method}:
+        other = min(precisions - {method})
+        raise InputError(f"{location} has weights in {other}, and its config says {method}")
+    names = {name for weight in packed.values() for name in weight.names}
+    plain = [tensor for name, tensor in tensors.items() if name not in names]
+    if common_dtype((tensor.dtype, tensor.nbytes) for tensor in plain) == FP8:
+        precisions = {"fp8"}
+        plain = [tensor for tensor in plain if tensor.dtype != FP8]
+    return plain, SavedWeights(tuple(precisions), variant)
+
+
+def _quantization(config: Mapping[str, Any], location: str) -> str:
+    """Return the precision in which a component was saved by bitsandbytes; "" for 16 bits or more.
+    Raises InputError for other quantizations."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping) or not settings:
+        return ""
+    method = str(settings.get("quant_method"))
+    is_int8 = bool(settings.get("load_in_8bit"))
+    kind = "int8" if is_int8 else str(settings.get("bnb_4bit_quant_type", "fp4"))
+    threshold = settings.get("llm_int8_threshold", THRESHOLD)
+    if method == "bitsandbytes" and (kind == "nf4" or (is_int8 and threshold == THRESHOLD)):
+        return kind
+    if method == "bitsandbytes":
+        method += f" in {kind}" + (f" with llm_int8_threshold {threshold}" if is_int8 else "")
+    raise InputError(
+        f"{location} was quantized by {method}, and graphrun reads nf4, int8 and fp8: take a "
+        "folder in 16 bits and plan it with --allow nf4, or load this one with diffusers and type "
+        "graphrun.attach(pipe, vram=...)"
     )

@@ -36,6 +36,16 @@ DTYPES = ("bfloat16", "float16", "float32")
 OF_FILES, OF_CONFIG = "of its files", "of its configuration"  # reasons for a component's dtype
 
 
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    """How a component is stored, where it is not the usual way: its ``precision`` if quantized,
+    the ``variant`` of its files, and its ``gguf`` file, a path or hub path."""
+
+    precision: tuple[str, ...] = ()
+    variant: str = ""
+    gguf: str = ""
+
+
 @dataclass(slots=True)
 class PipelineDescription:
     """A pipeline as its source describes it: content for a `Graph` and for its graph file.
@@ -49,6 +59,7 @@ class PipelineDescription:
     the member's folder in ``source``; an empty precision is the dtype; a part with a ``file`` is a
     tokenizer of which only the settings are known. ``reasons``: for each component's dtype; dtype
     and reason are empty if the source does not specify them. ``live``: members in memory.
+    ``stand_ins``: by repository, the folder with its small files and headers (`hub_headers`).
     """
 
     origin: str
@@ -65,6 +76,7 @@ class PipelineDescription:
     parts: dict[str, Part] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     live: dict[str, Any] = field(default_factory=dict)
+    stand_ins: dict[str, Path] = field(default_factory=dict)
 
     @property
     def kind(self) -> type[Any]:
@@ -80,13 +92,14 @@ class PipelineDescription:
         source: str | None = None,
         file: Path | None = None,
         live: Any = None,
+        weights: SavedWeights | None = None,
     ) -> None:
         """Add a component if the class is a module, else a part.
 
-        ``dtype``: (dtype, reason for it). The configuration omits keys that diffusers ignores when
-        it loads a saved or live model; constructors themselves write such keys (AutoencoderTiny's
-        ``block_out_channels``). It also omits infinite defaults, which a graph file cannot contain
-        (``lambda_min_clipped`` of DPMSolverMultistepScheduler).
+        ``dtype``: (dtype, reason for it). ``weights``: of a component. The configuration omits keys
+        that diffusers ignores when it loads a saved or live model; constructors themselves write
+        such keys (AutoencoderTiny's ``block_out_channels``). It also omits infinite defaults, which
+        a graph file cannot contain (``lambda_min_clipped`` of DPMSolverMultistepScheduler).
         """
         kind: Any = resolve_class(class_path, self.trust, self.origin)
         defaults = {
@@ -108,8 +121,37 @@ class PipelineDescription:
             settings = {
                 key: value for key, value in settings.items() if key in parameters or key[0] == "_"
             }
-        self.components[name] = Component(name, class_path, source, settings, True, dtype[0], ())
+        weights = weights or SavedWeights()
+        self.components[name] = Component(
+            name,
+            class_path,
+            source,
+            settings,
+            True,
+            dtype[0],
+            weights.precision,
+            variant=weights.variant,
+            gguf=weights.gguf,
+        )
         self.reasons[name] = dtype[1]
+
+    def from_headers(self) -> PipelineDescription:
+        """Return the pipeline with the stand-ins of repositories as its sources: for plans without
+        weights, never for runs."""
+
+        def place(source: str | None) -> str | None:
+            for repository, folder in self.stand_ins.items():
+                if source is not None and f"{source}/".startswith(f"{repository}/"):
+                    return f"{folder}{source.removeprefix(repository)}"
+            return source
+
+        components = {
+            name: replace(item, source=place(item.source), gguf=place(item.gguf) or "")
+            for name, item in self.components.items()
+        }
+        parts = {n: replace(item, source=place(item.source)) for n, item in self.parts.items()}
+        source = place(self.source)
+        return replace(self, source=source, revision=None, components=components, parts=parts)
 
     def graph(self) -> Graph:
         """Return the pipeline as a graph without stages or weights, for dry runs. Parts are loaded
@@ -175,11 +217,20 @@ def common_dtype(tensor_sizes: Iterable[tuple[str, int]]) -> str:
 
 def dtype_of(config: Mapping[str, Any], tensor_sizes: Iterable[tuple[str, int]]) -> tuple[str, str]:
     """Return (dtype, reason) of a component; ("", "") if unknown. It is the dtype of most bytes in
-    its files, by ``tensor_sizes`` (dtype, bytes), else the dtype in ``config``."""
+    its files, by ``tensor_sizes`` (dtype, bytes), else the dtype in ``config``. Of nf4 weights
+    it is also the dtype to compute in."""
     if (common := common_dtype(tensor_sizes)) in DTYPES:
         return common, OF_FILES
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        quantization = {}
     config_dtypes = (
-        str(config.get(key) or "").removeprefix("torch.") for key in ("dtype", "torch_dtype")
+        str(settings.get(key) or "").removeprefix("torch.")
+        for settings, key in (
+            (config, "dtype"),
+            (config, "torch_dtype"),
+            (quantization, "bnb_4bit_compute_dtype"),
+        )
     )
     return next(((dtype, OF_CONFIG) for dtype in config_dtypes if dtype in DTYPES), ("", ""))
 

@@ -135,6 +135,8 @@ def _component(
         entry["source"] = _relative_source(component.source, folder)
     if component.precision:
         entry["precision"] = list(component.precision)
+    if component.variant:
+        entry["variant"] = component.variant
     if component.gguf:
         entry["gguf"] = _relative_source(component.gguf, folder)
     return entry
