@@ -15,9 +15,11 @@ import graphrun as package
 from graphrun import fitting
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Checkpoint
+from graphrun.graph.precisions import GGUF_MIXES, QUANTIZED
 from graphrun.model.problem import Problem
 from graphrun.profile.hardware import hardware
 from graphrun.solve.fits import fits_of
+from graphrun.solve.infeasible import smallest_budget
 from graphrun.units import GIB
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -202,3 +204,38 @@ def test_a_component_reads_each_precision_from_its_own_source() -> None:
     assert component.checkpoint("bfloat16") is None
     assert isinstance(component.checkpoint("Q8_0"), Checkpoint)
     assert hardware("rtx4060laptop").capacity_bytes == 8 * GIB
+
+
+@pytest.mark.sweep("more")
+@pytest.mark.parametrize("precision", ["bfloat16", *(name for name in QUANTIZED if name != "gguf")])
+def test_with_the_memory_that_is_enough_a_run_is_at_most_3_percent_slower(
+    precision: str, edit_graph: Callable[..., Graph]
+) -> None:
+    """In each format that ``fit`` offers, of a FLUX of 2 GiB in 16 bits, within three budgets."""
+    config = json.loads((ROOT / "graphs" / "configs" / "tiny-flux-transformer.json").read_text())
+    config |= {"num_attention_heads": 16, "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56]}
+    config |= {"num_layers": 4, "num_single_layers": 8}
+    checkpoint = f"checkpoints: {{{precision}: {{source: a/b/c.gguf}}}}"
+    entry = checkpoint if precision in GGUF_MIXES else f"precision: [{precision}]"
+    graph = edit_graph(
+        "flux-tiny",
+        (
+            "config: configs/tiny-flux-transformer.json, dtype: bfloat16",
+            f"config: {json.dumps(config)}, dtype: bfloat16, {entry}",
+        ),
+    )
+    transformer = replace(graph.components["transformer"], precision=(precision,))
+    graph = replace(graph, components={**graph.components, "transformer": transformer})
+    ample = package.estimate(graph, vram="8G", ram="16G", hardware="rtx4060laptop")
+    weight_bytes = ample.component("transformer").weight_bytes()
+    for share in (0.25, 0.4, 1.0):
+        budget_bytes = smallest_budget(ample) + int(share * weight_bytes)
+        problem = replace(ample, budget_bytes=budget_bytes)
+        (fit,) = fits_of(problem)
+        (numbers,) = (item for item in fit.components(problem) if item.name == "transformer")
+        assert numbers.variants[0].precision == precision
+        assert fit.device_bytes <= budget_bytes
+        seconds = package.plan(problem).simulation.total_seconds
+        enough_problem = replace(problem, budget_bytes=fit.device_bytes, ram_bytes=fit.ram_bytes)
+        enough_seconds = package.plan(enough_problem).simulation.total_seconds
+        assert enough_seconds < 1.03 * seconds, share

@@ -11,10 +11,12 @@ is up to ROUGH_GAP faster with all of its budget.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from graphrun.graph.precisions import CLASSES
+from graphrun.model.allocator import LARGE_PAGE_BYTES
 from graphrun.model.fit import Fit
 from graphrun.model.problem import Problem
 from graphrun.solve.least import ever_finer, has_usable_variants
@@ -23,7 +25,10 @@ from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import GOALS, Answer, choose
 from graphrun.solve.suggestions import ATTEMPTS, NODES, OUTPUT_FACTOR, ROUGH_SECONDS
+from graphrun.units import MIB, round_up
 
+# the program counts bytes, and a plan for a card pages of the allocator: room for partly used ones
+PAGES_BYTES = 3 * LARGE_PAGE_BYTES
 # memory after seconds: the least that runs as fast, nearly
 LEAST_MEMORY = replace(GOALS[2], gap=0.05, nodes=50)
 
@@ -74,10 +79,11 @@ def _answer(problem: Problem) -> Answer | None:
 def _fit(problem: Problem, allow: Sequence[str], answer: Answer) -> Fit:
     rows = answer.rows
     overhead_bytes = problem.budget_bytes - problem.effective_bytes
+    device_bytes = overhead_bytes + math.ceil(rows.peak_bytes(0)) + PAGES_BYTES
     return Fit(
         tuple(allow),
         tuple(choice.index for choice in answer.program.variant_choices),
         float(rows.seconds()) / problem.runs,
-        overhead_bytes + int(rows.peak_bytes(0)),
-        int(rows.peak_bytes("ram")),
+        min(problem.budget_bytes, device_bytes),
+        min(problem.ram_bytes, round_up(math.ceil(rows.peak_bytes("ram")), MIB)),
     )
