@@ -53,6 +53,7 @@ NAMES = (
     "ideogram4",
     "hunyuan-image",
     "bria-fibo",
+    "bria-fibo-2",
     "sana",
     "stable-cascade",
     "sd3",
@@ -77,6 +78,8 @@ NAMES = (
     "minimax-h3",
     "pyramid-flow",
     "stable-audio",
+    "stable-audio-3",
+    "ace-step",
 )
 
 HEAD = f"""# Reference graphs
@@ -99,11 +102,9 @@ and `--trust-package`.
 sd21-upscaled decodes 2048 pixels; with
   `--allow tiling`, 8 GiB are enough (39 s).
 - Ideogram 4's pipeline calls layers of its text encoder one by one; such layers are not streamed.
-- Qwen-Image 2.1, FLUX.3 and MiniMax-H3 need torchvision to run, not to plan.
-- Missing: Qwen-Image-Edit, LTX-2.5, Kandinsky 6, GLM-Image, Anima, Wan-Animate 2, Bria FIBO 2, \
-Stable Audio 3, Kolors (needs sentencepiece and its
-  vocabulary), Cosmos 2.5 (needs a checker whose configuration diffusers does not have), \
-ACE-Step 1.5 (its code looks at computed values).
+- Qwen-Image 2.1, FLUX.3, MiniMax-H3 and Bria FIBO 2 need torchvision to run, not to plan.
+- Missing: Qwen-Image-Edit, LTX-2.5, Kandinsky 6, GLM-Image, Anima, Wan-Animate 2, Kolors (needs sentencepiece and its
+  vocabulary), Cosmos 2.5 (needs a checker whose configuration diffusers does not have).
 """
 
 
