@@ -89,6 +89,11 @@ PARAMETERS = {
         "vae": VAE_16,
     },
     "qwen-image": {"text_encoder": 8_292_166_656, "transformer": 20_430_401_088, "vae": VAE_WAN},
+    "qwen-image-edit": {
+        "text_encoder": 8_292_166_656,
+        "transformer": 20_430_401_088,
+        "vae": VAE_WAN,
+    },
     "hunyuan-video": {
         "text_encoder": 7_505_186_816,
         "text_encoder_2": CLIP_L,
@@ -129,6 +134,7 @@ PUBLISHED = {
     "stable-cascade": {"prior": "3.6"},
     "wan22-i2v": {"transformer": "14", "transformer_2": "14"},
     "kandinsky5": {"transformer": "2"},
+    "kandinsky6": {"transformer": "3.177988112"},
     "hunyuan-video15": {"transformer": "8.3"},
     "ltx2": {"transformer": "19", "text_encoder": "12"},
     "stable-audio": {"transformer": "1"},
@@ -214,8 +220,8 @@ def test_weights_have_the_bytes_of_published_files(
 
 
 def test_ace_step_has_the_bytes_of_the_published_file() -> None:
-    """acestep-v15-turbo/model.safetensors, 4,787,825,604 bytes: also parts that make and read codes,
-    which the graph does not need, and a header."""
+    """acestep-v15-turbo/model.safetensors has 4,787,825,604 bytes: with a header, and with parts that
+    make and read codes, which the graph does not need."""
     graph = load(GRAPHS / "ace-step.yaml")
     with torch.device("meta"):
         modules = [AceStepAudioTokenizer(), AceStepAudioTokenDetokenizer()]
