@@ -106,8 +106,8 @@ sd21-upscaled decodes 2048 pixels; with
 - Ideogram 4's pipeline calls layers of its text encoder one by one; such layers are not streamed.
 - Qwen-Image 2.1, Qwen-Image-Edit, FLUX.3, MiniMax-H3, Kandinsky 6 and Bria FIBO 2 need \
 torchvision to run, not to plan.
-- Missing: LTX-2.5 (the attention of its decoder takes 332,191 GiB unless it is compiled), GLM-Image \
-(its language model writes 1,281 tokens, with a call of all layers for each), Anima (its \
+- Missing: LTX-2.5 (the attention of its decoder takes 332,191 GiB unless it is compiled), \
+GLM-Image (its language model writes 1,281 tokens, with a call of all layers for each), Anima (its \
 transformer needs torchvision, also to plan), Wan-Animate 2, Kolors (needs sentencepiece and its \
 vocabulary), Cosmos 2.5 (needs a checker whose configuration diffusers does not have).
 """
