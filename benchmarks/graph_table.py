@@ -53,6 +53,7 @@ NAMES = (
     "ideogram4",
     "hunyuan-image",
     "bria-fibo",
+    "bria-fibo-2",
     "sana",
     "stable-cascade",
     "sd3",
@@ -64,12 +65,14 @@ NAMES = (
     "hunyuan-dit",
     "qwen-image",
     "qwen-image-21",
+    "qwen-image-edit",
     "wan-14b",
     "wan22-t2v",
     "wan22-i2v",
     "hunyuan-video",
     "hunyuan-video15",
     "kandinsky5",
+    "kandinsky6",
     "cogvideox-5b",
     "ltx",
     "ltx2",
@@ -77,6 +80,8 @@ NAMES = (
     "minimax-h3",
     "pyramid-flow",
     "stable-audio",
+    "stable-audio-3",
+    "ace-step",
 )
 
 HEAD = f"""# Reference graphs
@@ -95,15 +100,16 @@ the checkpoint's precision; `graphrun estimate NAME` shows each component.
 TAIL = """
 - Pyramid-Flow needs [its own code](howto/own-code.md#a-program-of-any-class), \
 and `--trust-package`.
-- Kandinsky 5 and HunyuanVideo 1.5 decode in tiles; `--set tiling=false` switches that off. \
+- Kandinsky 5 and 6 and HunyuanVideo 1.5 decode in tiles; `--set tiling=false` switches that off. \
 sd21-upscaled decodes 2048 pixels; with
   `--allow tiling`, 8 GiB are enough (39 s).
 - Ideogram 4's pipeline calls layers of its text encoder one by one; such layers are not streamed.
-- Qwen-Image 2.1, FLUX.3 and MiniMax-H3 need torchvision to run, not to plan.
-- Missing: Qwen-Image-Edit, LTX-2.5, Kandinsky 6, GLM-Image, Anima, Wan-Animate 2, Bria FIBO 2, \
-Stable Audio 3, Kolors (needs sentencepiece and its
-  vocabulary), Cosmos 2.5 (needs a checker whose configuration diffusers does not have), \
-ACE-Step 1.5 (its code looks at computed values).
+- Qwen-Image 2.1, Qwen-Image-Edit, FLUX.3, MiniMax-H3, Kandinsky 6 and Bria FIBO 2 need \
+torchvision to run, not to plan.
+- Missing: LTX-2.5 (the attention of its decoder takes 332,191 GiB unless it is compiled), \
+GLM-Image (its language model writes 1,281 tokens, with a call of all layers for each), Anima (its \
+transformer needs torchvision, also to plan), Wan-Animate 2, Kolors (needs sentencepiece and its \
+vocabulary), Cosmos 2.5 (needs a checker whose configuration diffusers does not have).
 """
 
 

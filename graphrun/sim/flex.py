@@ -70,7 +70,7 @@ def visible_share(mask: Any, queries: int, keys: int) -> float:
     """Return the share of blocks of queries and keys in which ``mask`` leaves anything.
 
     1 if the mask function reads tensors, whose values a dry run does not have. For a large mask,
-    some rows of blocks are computed.
+    some rows of blocks are computed, and of very long rows some queries.
     """
     *_, query_block, key_block, function = mask
     sizes = (queries, keys, query_block, key_block)
@@ -85,11 +85,12 @@ def _computed_share(
 ) -> float:
     query_block, key_block = min(query_block, queries), min(key_block, keys)
     starts = list(range(0, queries, query_block))
-    step = -(-len(starts) * query_block * keys // SAMPLE_ELEMENTS)
+    step = min(-(-len(starts) * query_block * keys // SAMPLE_ELEMENTS), len(starts))
+    row_step = max(1, query_block * keys // SAMPLE_ELEMENTS)
     zero, columns = torch.zeros((), dtype=torch.int), torch.arange(keys)
     visible = total = 0
     for start in starts[step // 2 :: step]:
-        rows = torch.arange(start, min(start + query_block, queries))
+        rows = torch.arange(start, min(start + query_block, queries), row_step)
         try:
             entries = function(zero, zero, rows[:, None], columns[None])
         except Exception:  # noqa: BLE001  (a mask function is any code)

@@ -48,7 +48,7 @@ def test_a_file_goes_before_a_name_and_a_folder_does_not(
     ("name", "hint"),
     [
         ("flux-dv", "did you mean flux-dev?"),
-        ("lighthouse", "these are auraflow, bria-fibo,"),
+        ("lighthouse", "these are ace-step, auraflow,"),
         ("graphs/flux-dev.yaml", "graphrun's own graph is called flux-dev"),
         ("flux-dev.yaml", "graphrun's own graph is called flux-dev"),
         ("mine.yaml", "mine.yaml: no such file"),

@@ -40,6 +40,8 @@ TWINS = (
     "hunyuan-video15",
     "ltx2",
     "stable-audio",
+    "stable-audio-3",
+    "ace-step",
 )
 PICTURES = {"image": Image.linear_gradient("L").resize((64, 64)).convert("RGB")}
 SMALL = {"steps": 2, "height": 64, "width": 64}

@@ -1,5 +1,5 @@
-"""Reference graphs whose pipelines take a processor of texts and images, without torchvision: a run
-within the least VRAM makes the pipeline's own output."""
+"""Reference graphs whose pipelines take a processor of texts and images, without torchvision: runs
+with ample and with the least VRAM make the pipeline's own output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphrun.modules.build import build, build_part, resolve_class
 from graphrun.ops.modular import silence_diffusers
 
 TEXT = "two ships"
-NAMES = ("qwen-image-21", "flux3-klein", "minimax-h3")
+NAMES = ("qwen-image-21", "flux3-klein", "minimax-h3", "bria-fibo-2")
 
 
 def components_of(graph: Graph) -> dict[str, Any]:
@@ -40,6 +40,11 @@ def own_output(graph: Graph) -> Any:
         "num_inference_steps": values["steps"],
         "generator": torch.Generator().manual_seed(SEED),
     }
+    arguments |= {
+        name: values[key]
+        for key, name in (("frames", "num_frames"), ("max_sequence_length", "max_sequence_length"))
+        if key in values
+    }
     if not issubclass(kind, d.ModularPipeline):
         return kind(**components)(**arguments).images[0]
     with silence_diffusers():
@@ -56,9 +61,11 @@ def own_output(graph: Graph) -> Any:
 def test_a_processor_without_torchvision(name: str) -> None:
     graph = load(GRAPHS / f"{name}-tiny.yaml")
     inputs = {"prompt": TEXT, "seed": SEED}
-    trace = run(graph, planned(graph, inputs, at_minimum=True), inputs)
-    assert trace.overruns == ()
-    assert equal(next(iter(trace.outputs.values())), own_output(graph))
+    expected = own_output(graph)
+    for at_minimum in (False, True):
+        trace = run(graph, planned(graph, inputs, at_minimum=at_minimum), inputs)
+        assert trace.overruns == ()
+        assert equal(next(iter(trace.outputs.values())), expected)
 
 
 def test_a_processor_reads_texts_and_pictures() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from campaign import sampled
 from diffusers import DPMSolverMultistepScheduler
+from diffusers.pipelines.ace_step import AceStepAudioTokenDetokenizer, AceStepAudioTokenizer
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -88,6 +89,11 @@ PARAMETERS = {
         "vae": VAE_16,
     },
     "qwen-image": {"text_encoder": 8_292_166_656, "transformer": 20_430_401_088, "vae": VAE_WAN},
+    "qwen-image-edit": {
+        "text_encoder": 8_292_166_656,
+        "transformer": 20_430_401_088,
+        "vae": VAE_WAN,
+    },
     "hunyuan-video": {
         "text_encoder": 7_505_186_816,
         "text_encoder_2": CLIP_L,
@@ -122,10 +128,13 @@ PUBLISHED = {
     "minimax-h3": {"transformer": "33"},
     "hunyuan-image": {"transformer": "17"},
     "bria-fibo": {"transformer": "8", "text_encoder": "3"},
+    "bria-fibo-2": {"transformer": "8.1", "text_encoder": "4"},
+    "stable-audio-3": {"vae": "0.852"},
     "sana": {"transformer": "1.6"},
     "stable-cascade": {"prior": "3.6"},
     "wan22-i2v": {"transformer": "14", "transformer_2": "14"},
     "kandinsky5": {"transformer": "2"},
+    "kandinsky6": {"transformer": "3.177988112"},
     "hunyuan-video15": {"transformer": "8.3"},
     "ltx2": {"transformer": "19", "text_encoder": "12"},
     "stable-audio": {"transformer": "1"},
@@ -198,6 +207,7 @@ def test_parameter_counts_are_those_published(name: str) -> None:
         ),  # github.com/raullenchai/Rapid-MLX/issues/3642
         ("qwen-image-21", "text_encoder", 16, "17.5"),
         ("minimax-h3", "text_encoder", 16, "66.7"),  # github.com/unslothai/unsloth/pull/8283
+        ("stable-audio-3", "transformer", 16, "2.9"),  # notes of programs that download it
     ],
 )
 def test_weights_have_the_bytes_of_published_files(
@@ -207,6 +217,19 @@ def test_weights_have_the_bytes_of_published_files(
     module = meta_module(graph.component(component), graph.trust)
     nbytes = sum(parameter.numel() for parameter in module.parameters()) * bits / 8
     assert f"{nbytes / 1e9:.{len(gigabytes.partition('.')[2])}f}" == gigabytes
+
+
+def test_ace_step_has_the_bytes_of_the_published_file() -> None:
+    """The published file, 4,787,825,604 bytes, has a header and parts for codes."""
+    graph = load(GRAPHS / "ace-step.yaml")
+    with torch.device("meta"):
+        modules = [AceStepAudioTokenizer(), AceStepAudioTokenDetokenizer()]
+    modules += [
+        meta_module(graph.component(name), graph.trust)
+        for name in ("condition_encoder", "transformer")
+    ]
+    count = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    assert 0 < 4_787_825_604 - 2 * count < 100_000
 
 
 def test_cosmos_3_has_the_text_model_of_qwen3_vl_8b() -> None:

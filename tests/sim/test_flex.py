@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import flex_attention as library
 
 from graphrun import sim
+from graphrun.sim import flex
 
 QUERIES, WIDTH = 512, 16
 
@@ -82,3 +83,12 @@ def test_pytorch_has_its_own_functions_back_when_the_last_machine_leaves() -> No
     end.set()
     thread.join()
     assert [getattr(library, name) for name in names] == originals
+
+
+def test_a_mask_larger_than_the_sample_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "SAMPLE_ELEMENTS", 1 << 10)
+
+    def causal(b: Any, h: Any, query: Any, key: Any) -> Any:
+        return query >= key
+
+    assert 0 < flex.visible_share((None, 128, 128, causal), 512, 512) < 1
