@@ -437,6 +437,20 @@ def test_importing_graphrun_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_command_ends_without_a_search_for_reference_cycles() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); "
+        "from graphrun.cli.main import main; main()"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.splitlines()[1:] == ["True"]
+
+
 def test_the_style_of_a_json_answer_for_an_infeasible_budget(graphrun: Cli) -> None:
     code, output, err = graphrun("plan", TINY, "--device", "sim", "--vram", "1M", "--json")
     data: dict[str, Any] = json.loads(output)

@@ -25,7 +25,7 @@ from operator import attrgetter
 
 from graphrun.model.choices import with_each_variant
 from graphrun.model.plan import Plan
-from graphrun.model.problem import PhaseNumbers, Problem, Variant
+from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Variant
 from graphrun.model.solution import Solution
 from graphrun.solve.fastest import (
     ProgramSolution,
@@ -133,16 +133,33 @@ def _fastest_in_pages(problem: Problem) -> Solution | None:
 
 
 def _on_first_device(problem: Problem, reference: Solution) -> Solution | None:
-    """Return the plan without secondary devices: ``reference`` is only optimal within a gap."""
-    solution, _ = _within_pages(
-        replace(
-            problem,
-            secondaries=tuple(
-                replace(secondary, budget_bytes=0) for secondary in problem.secondaries
-            ),
+    """Return the plan without secondary devices: ``reference`` is only optimal within a gap.
+
+    Its problem has no secondary devices. With budgets of 0 for them, a plan would never fit in
+    pages, since every device gets the workspace of kernels.
+    """
+
+    def only_main(component: ComponentNumbers) -> ComponentNumbers:
+        return replace(
+            component,
+            variants=tuple(variant for variant in component.variants if not variant.secondary),
+            layers=component.layers and only_main(component.layers),
         )
+
+    components = tuple(map(only_main, problem.components))
+    main_problem = replace(problem, components=components, secondaries=())
+    solution, _ = _within_pages(main_problem)
+    if solution is None:
+        return None
+    # a plan names the variants of components that have several in its problem
+    names = {component.name: component.variants[0].name for component in solution.chosen.components}
+    variants = tuple(
+        (component.name, names[component.name])
+        for component in problem.components
+        if len(component.variants) > 1
     )
-    return None if solution is None else carried_over(problem, solution, reference.bound_seconds)
+    plan = replace(solution.plan, variants=variants)
+    return carried_over(problem, replace(solution, plan=plan), reference.bound_seconds)
 
 
 def smallest_budget(problem: Problem) -> int:

@@ -14,14 +14,17 @@ from planner_oracle import Oracle
 from planner_problems import component, hardware, problem
 from planner_random import with_secondaries
 
+import graphrun
 from graphrun.diffusers_.device_map import plan_for
 from graphrun.errors import InputError
 from graphrun.model.plan import parse
 from graphrun.model.problem import PhaseNumbers, Problem, Secondary, Use
 from graphrun.profile import hardware as devices
 from graphrun.profile.problems import ProblemLimits, problem_of
+from graphrun.solve.linear import SearchBudget
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
+from graphrun.solve.pages import solved
 from graphrun.solve.search import choose
 from graphrun.solve.solve import solve
 from graphrun.verify.check import check
@@ -163,6 +166,24 @@ def test_a_large_problem_is_no_slower_with_a_secondary_than_without(
 
     secondary = Secondary(devices.hardware(second[0]), second[1] * 2**30)
     assert seconds(secondary) <= 1.0005 * seconds()
+
+
+@pytest.mark.sweep("more")
+def test_a_secondary_device_adds_the_work_of_one_more_search() -> None:
+    """Calls of HiGHS, in pages: of both devices, and of the main device alone."""
+    graph = graphrun.load("flux-tiny")
+
+    def calls(vram: str, *cards: str) -> int:
+        problem = graphrun.estimate(graph, vram=vram, ram="64G", hardware=cards)
+        assert problem.counts_pages
+        budget = SearchBudget(attempts=1000, nodes=10**9)
+        with budget.limiting():
+            assert solved(problem) is not None
+        return 1000 - budget.attempts
+
+    single_card_calls = calls("24G", "rtx4090")
+    two_card_calls = calls("24G,12G", "rtx4090", "rtx3060")
+    assert single_card_calls < two_card_calls <= 3 * single_card_calls
 
 
 def test_a_problem_with_one_device_says_nothing_of_others() -> None:
