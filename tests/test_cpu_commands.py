@@ -74,7 +74,7 @@ def test_doctor_says_what_the_cpu_can_do(graphrun: Any, monkeypatch: pytest.Monk
     assert all(row["direct"] is not None for row in findings["processor"]["direct_reads"])
     monkeypatch.setattr("graphrun.profile.doctor.enforceable", lambda: "no cgroups; type X")
     monkeypatch.setattr("graphrun.profile.doctor.reads_directly", lambda folder: False)
-    monkeypatch.setattr("graphrun.profile.processor.bfloat16_instructions", lambda: ())
+    monkeypatch.setattr("graphrun.profile.doctor.bfloat16_instructions", lambda: ())
     screen = " ".join(graphrun("doctor")[1].split())
     assert "run --enforce has no effect here: no cgroups; type X" in screen
     assert "no O_DIRECT in" in screen
