@@ -40,7 +40,10 @@ def test_a_frontier_varies_the_memory(graphrun: Any) -> None:
     code, screen, _ = graphrun("frontier", *TOTAL_CPU, "--memory", "440M:2G")
     assert code == 0
     assert "minimum memory: --memory 4" in screen
-    assert re.search(r"next: graphrun plan .*--memory 512M", screen.replace("\\\n", "")), screen
+    fastest = re.search(r"fastest: .*, from ([\d.]+) ([MG])iB on", screen)
+    assert fastest, screen
+    size = f"{float(fastest[1]):g}{fastest[2]}"
+    assert re.search(rf"next: graphrun plan .*--memory {size} ", screen.replace("\\\n", "")), screen
     assert "RAM" not in screen
     code, data, _ = graphrun("frontier", *TOTAL_CPU, "--memory", "1G", "--json")
     (point,) = json.loads(data)["points"]

@@ -233,7 +233,7 @@ def test_a_state_that_the_interrupted_step_changed_is_dropped(loops: Loops) -> N
 
 
 @pytest.mark.sweep("more")
-def test_the_loops_of_all_reference_graphs_but_six_can_be_resumed() -> None:
+def test_the_loops_of_all_reference_graphs_but_eight_can_be_resumed() -> None:
     graphs = {path.stem: graphrun.load(path) for path in GRAPHS.glob("*-tiny.yaml")}
     cannot = {
         name
@@ -241,9 +241,11 @@ def test_the_loops_of_all_reference_graphs_but_six_can_be_resumed() -> None:
         if resume_obstacle(resolve_class(graph.pipeline, graph.trust))
     }
     assert cannot == {
+        "ace-step-tiny",  # its loop does not assign a variable called latents
         "cosmos3-nano-tiny",  # its steps read sound and actions of the step before
         "flux3-klein-tiny",  # modular pipelines have no callback
         "hunyuan-video15-tiny",  # has no callback
+        "kandinsky6-tiny",  # its steps read the sound of the step before
         "ltx2-tiny",  # its steps read the sound of the step before
         "minimax-h3-tiny",  # modular pipelines have no callback
         "stable-cascade-tiny",  # no loop over timesteps is found in its prior
