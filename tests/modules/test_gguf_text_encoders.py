@@ -25,6 +25,15 @@ from graphrun.modules.quantize import quantizable_layers
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 TYPES = gguf.GGMLQuantizationType
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
+PADDED_SIZES = SIZES | {"head_dim": 16, "pad_token_id": 0}
 CASES = {
     "t5": (
         "transformers.T5EncoderModel",
@@ -41,57 +50,23 @@ CASES = {
     ),
     "qwen3": (
         "transformers.Qwen3Model",
-        {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "vocab_size": 96,
-        },
+        SIZES | {"head_dim": 16},
         gguf.MODEL_ARCH.QWEN3,
     ),
     "qwen2": (
         "transformers.Qwen2Model",
-        {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 96,
-        },
+        SIZES,
         gguf.MODEL_ARCH.QWEN2,
     ),
     "k-quants": (
         "transformers.Qwen2ForCausalLM",
-        {
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 96,
-        },
+        SIZES | {"hidden_size": 256, "intermediate_size": 512},
         gguf.MODEL_ARCH.QWEN2,
     ),
-}
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "pad_token_id": 0,
-}
-CASES |= {
-    "llama": ("transformers.LlamaModel", SIZES, gguf.MODEL_ARCH.LLAMA),
-    "mistral": ("transformers.MistralModel", SIZES, gguf.MODEL_ARCH.LLAMA),
-    "gemma2": ("transformers.Gemma2Model", SIZES, gguf.MODEL_ARCH.GEMMA2),
-    "gemma3": ("transformers.Gemma3TextModel", SIZES, gguf.MODEL_ARCH.GEMMA3),
+    "llama": ("transformers.LlamaModel", PADDED_SIZES, gguf.MODEL_ARCH.LLAMA),
+    "mistral": ("transformers.MistralModel", PADDED_SIZES, gguf.MODEL_ARCH.LLAMA),
+    "gemma2": ("transformers.Gemma2Model", PADDED_SIZES, gguf.MODEL_ARCH.GEMMA2),
+    "gemma3": ("transformers.Gemma3TextModel", PADDED_SIZES, gguf.MODEL_ARCH.GEMMA3),
 }
 K_QUANTS = (TYPES.Q4_K, TYPES.Q5_K, TYPES.Q6_K)
 
