@@ -7,6 +7,7 @@ Calls are counted by the profiler of the standard library, in all threads; nothi
 from __future__ import annotations
 
 import cProfile
+import gc
 import inspect
 import threading
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 import graphrun as package
+from graphrun import api
 from graphrun.graph.document import read_document
 from graphrun.model.choices import apply_choices
 from graphrun.modules.build import meta_module
@@ -185,3 +187,35 @@ def test_a_batch_of_two_requests(graphrun: Cli, tmp_path: Path) -> None:
     with counted() as calls:
         assert graphrun("run", TINY, *BUDGETS, "--inputs", "two.jsonl")[0] == 0
     assert calls.of_a_cold_start() == (1, 1, COMPONENTS, 1)
+
+
+def test_a_run_does_not_search_the_libraries_for_garbage(
+    graphrun: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection of their million objects takes a second, in the middle of a stage. So all
+    objects are frozen after the plan and the modules are made, before the first stage."""
+    events, freeze, real_run = list[str](), gc.freeze, api.run
+
+    def noted_freeze() -> None:
+        events.append("freeze")
+        freeze()
+
+    def run(*arguments: Any, progress: Callable[..., None], **options: Any) -> Any:
+        def noted_progress(*call: int) -> None:
+            progress(*call)
+            events.append("collected" if gc.isenabled() else "not collected")
+
+        events.append("run")
+        return real_run(*arguments, progress=noted_progress, **options)
+
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # the suite always has frozen objects
+    monkeypatch.setattr(gc, "freeze", noted_freeze)
+    monkeypatch.setattr(api, "run", run)
+    try:
+        code, *_ = graphrun("run", TINY, *BUDGETS, "-o", str(tmp_path / "a.png"))
+    finally:
+        freeze()
+    assert code == 0
+    begun = events.index("run")
+    assert events[begun + 1] == "freeze"
+    assert events[begun + 2 :] == ["collected"] * len(events[begun + 2 :]) != []

@@ -23,6 +23,7 @@ from graphrun.cli.planning import GraphPlanner, Planned, look, open_graph, quant
 from graphrun.cli.running import RunOptions, files_for, save, stop_on_interrupt
 from graphrun.cli.terminal import print_coloured
 from graphrun.errors import InputError, Interrupted
+from graphrun.garbage import not_collected
 from graphrun.graph.precisions import GGUF_MIXES
 from graphrun.memory_group import MemoryGroup
 from graphrun.report import plan_files as planfile
@@ -223,13 +224,14 @@ def _trace(
     cache, preview = cache_folder(options.no_cache), run_options.preview
     progress = Progress(solution.plan, solution.simulation, notify)
     try:
-        with progress, stop_on_interrupt(notify) as stop:
+        # else a collection that searches a million objects of the libraries stops the first stages
+        with progress, stop_on_interrupt(notify) as stop, not_collected() as resume_collection:
             return api.run(
                 solution,
                 graph_plan.graph,
                 options.inputs,
                 random_weights=run_options.random_weights,
-                progress=stop.watch(progress),
+                progress=stop.watch(progress, resume_collection),
                 tell=notify,
                 cache=cache,
                 precomputed=graph_plan.precomputed,

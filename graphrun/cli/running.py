@@ -138,14 +138,20 @@ class Stop:
         self.requested = False
 
     def watch(
-        self, progress: Callable[[int, int, int], None] | None
+        self,
+        progress: Callable[[int, int, int], None] | None,
+        at_start: Callable[[], None] | None = None,
     ) -> Callable[[int, int, int], None]:
         """Return ``progress``, extended to raise KeyboardInterrupt after an interrupt. The error is
-        raised at the start of a call, which is the end of a step."""
+        raised at the start of a call, which is the end of a step. ``at_start`` is called once,
+        before the first call."""
+        starting = [at_start] if at_start is not None else []
 
         def called(slot: int, call: int, calls: int) -> None:
             if self.requested:
                 raise KeyboardInterrupt
+            while starting:
+                starting.pop()()
             if progress is not None:
                 progress(slot, call, calls)
 
