@@ -90,12 +90,15 @@ class _TraceReplay:
         self._live: set[int] = set()
         # (id of a call's trace, key in the call) -> key in the allocator
         self._persistent_keys: dict[tuple[int, int], int] = {}
+        # id of a call's trace -> its peak above the bytes before it, where a call changes nothing
+        self._peaks: dict[int, int] = {}
         self._offset = -1
 
     def begin_phase(self) -> None:
         """Release what components kept in the last phase; the rest is the entry memory."""
         while self._persistent_keys and not self.keeps:
             self.allocator.release(self._persistent_keys.popitem()[1])
+            self._peaks.clear()
         if self.returns:
             self.allocator.trim()
         used_bytes = self.allocator.used_bytes
@@ -120,26 +123,39 @@ class _TraceReplay:
 
     def _allocate(self, key: int, nbytes: int) -> None:
         self.allocator.allocate(key, nbytes)
-        phase, used_bytes = self.phases[-1], self.allocator.used_bytes
+        self._note(self.allocator.used_bytes)
+
+    def _note(self, used_bytes: int) -> None:
+        phase = self.phases[-1]
         if self.is_steady:
             phase.steady_bytes = max(phase.steady_bytes, used_bytes)
         else:
             phase.first_bytes = max(phase.first_bytes, used_bytes)
 
     def _enter(self, call: CallTrace) -> None:
-        """Replay ``call``. Tensors that a component keeps are allocated once per phase."""
+        """Replay ``call``. Tensors that a component keeps are allocated once per phase.
+
+        Where bytes are only counted, a call that allocates none to keep is replayed once.
+        """
         if self.trims:
             self.allocator.trim()
         base, persistent_keys = (
             self._offset,
             {key for call_id, key in self._persistent_keys if call_id == id(call)},
         )
+        before_bytes = peak_bytes = self.allocator.used_bytes
+        if id(call) in self._peaks:
+            self._note(before_bytes + self._peaks[id(call)])
+            return
         for key, nbytes in call.events:
             call_key = base - key if key > 0 else 0  # scratch, of which one is live at a time
             if key not in persistent_keys and nbytes:
                 self._allocate(call_key, nbytes)
+                peak_bytes = max(peak_bytes, self.allocator.used_bytes)
                 self._offset = min(self._offset, call_key)
                 if key in call.persistent_keys:
                     self._persistent_keys[id(call), key] = call_key
             elif key not in call.persistent_keys:
                 self.allocator.release(call_key)
+        if isinstance(self.allocator, Counting) and persistent_keys >= set(call.persistent_keys):
+            self._peaks[id(call)] = peak_bytes - before_bytes

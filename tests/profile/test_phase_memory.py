@@ -3,10 +3,12 @@ where nothing is reserved."""
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
 
+from graphrun.model.allocator import Counting
 from graphrun.profile.hardware import hardware
 from graphrun.profile.phase_memory import PhaseMemory, phase_memories_of
 from graphrun.profile.problems import phase_spans
@@ -81,3 +83,52 @@ def test_empty_pages_are_released_when_a_phase_is_entered(device: str) -> None:
     assert first.first_bytes >= 64 * MIB
     assert second.entry_bytes == 0
     assert second.first_bytes <= 2 * MIB
+
+
+class Summing:
+    """Counts as `Counting` does, but is unknown to the replay, which then repeats every call."""
+
+    def __init__(self) -> None:
+        self.counting = Counting()
+        self.allocate, self.release = self.counting.allocate, self.counting.release
+        self.trim = self.counting.trim
+
+    @property
+    def used_bytes(self) -> int:
+        return self.counting.used_bytes
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_calls_that_are_not_repeated_count_as_if_they_were(seed: int, keeps: bool) -> None:
+    random = Random(seed)
+
+    def call(name: str) -> Call:
+        keys, events = range(1, random.randint(2, 6)), list[MemoryEvent]()
+        for key in keys:
+            events.append(MemoryEvent(key, random.randint(1, 9) * UNIT))
+            if key % 2:
+                events.append(MemoryEvent(key, 0))
+        table = [key for key in keys if not key % 2]
+        keeps_table = bool(table) and random.random() < 0.5
+        events += [] if keeps_table else [MemoryEvent(key, 0) for key in table]
+        return Call(name, events=events, persistent_keys=table if keeps_table else [])
+
+    calls, items, live, key = [call("a"), call("a"), call("b")], list[Any](), list[int](), 0
+    for _ in range(60):
+        choice = random.random()
+        if choice < 0.4:
+            items.append(random.choice(calls))
+        elif choice < 0.7:
+            key += 1
+            live.append(key)
+            items.append(MemoryEvent(key, random.randint(1, 9) * UNIT))
+        elif live:
+            items.append(MemoryEvent(live.pop(random.randrange(len(live))), 0))
+        elif items:
+            items.append(StageEnd("stage"))
+    record = Recording([calls[0], *items, StageEnd("stage")], keeps_tensors=keeps)
+    spans = phase_spans(record.entries())
+    assert phase_memories_of(record, spans, hardware("sim")) == phase_memories_of(
+        record, spans, hardware("sim"), Summing
+    )
