@@ -23,7 +23,7 @@ from graphrun.graph.parts import Component
 from graphrun.model.allocator import ROUND_BYTES, Counting
 from graphrun.modules.build import meta_module
 from graphrun.profile.fused_kernels import FusedKernels
-from graphrun.profile.precision import with_quantization_scratch
+from graphrun.profile.precision import quantization_scratch_bytes
 from graphrun.profile.quantized import quantized_shapes, weights_by_precision
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Call, MemoryEvent
@@ -156,11 +156,8 @@ def peak(events: Sequence[MemoryEvent]) -> int:
 def activation(name: str, precision: str = "bfloat16", tiled: bool = False) -> int:
     """Return the most bytes of a call of a component with its weights in ``precision``."""
     call = call_of(name, tiled)
-    return peak(
-        with_quantization_scratch(
-            call, quantized_shapes(module(name), "bfloat16"), precision
-        ).events
-    )
+    shapes = quantized_shapes(module(name), "bfloat16")
+    return peak(call.events) + quantization_scratch_bytes(call, shapes, precision)
 
 
 @cache

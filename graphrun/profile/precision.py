@@ -2,8 +2,7 @@
 
     flags                        whether the component can move, be streamed, or be on disk, by
                                  backend and version, with the reason
-    with_quantization_scratch    a traced call with the allocations of quantized layers inserted
-                                 where they happen
+    quantization_scratch_bytes   how much more a call takes with quantized layers
     quantizing_bytes             host bytes while layers are quantized
 
 Plain values in and out; imports no quantization library.
@@ -12,13 +11,13 @@ Plain values in and out; imports no quantization library.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
 from graphrun.graph.precisions import QUANTIZED, is_gguf
 from graphrun.profile.corrections import cpu_int8_scratch, int8_scratch
-from graphrun.profile.recording import Call, MemoryEvent, Product
+from graphrun.profile.recording import Call, Product
 
 # (package, first version) that a precision needs: to be available (NEEDS), and for its modules to
 # move between devices (MOVES). Sources: bitsandbytes' release notes 0.43.2 (4-bit modules move
@@ -109,7 +108,7 @@ def new_enough(installed: str | None, first: str) -> bool:
         return False
 
 
-def with_quantization_scratch(
+def quantization_scratch_bytes(
     call: Call,
     shapes: Mapping[str, MatrixShape],
     precision: str,
@@ -117,8 +116,8 @@ def with_quantization_scratch(
     widened: Mapping[str, tuple[int, int]] | None = None,
     *,
     on_cpu: bool = False,
-) -> Call:
-    """Return ``call`` with the scratch of quantized layers in ``precision``.
+) -> int:
+    """Return by how much the scratch of quantized layers in ``precision`` raises ``call``'s peak.
 
     ``shapes``: [outputs inputs] of each quantized weight. ``dtype``: the compute dtype. ``on_cpu``:
     the layers compute on a CPU, with bitsandbytes' kernels for it. The scratch of a quantized layer
@@ -131,30 +130,22 @@ def with_quantization_scratch(
 
     For one token on a card, nf4 needs no weight in 16 bit (`gemm_4bit` has its own kernel). fp8 and
     gguf always do, and gguf needs the scratch in ``widened`` before that. Sizes of products come
-    from the trace. The result has no products and no spans.
+    from the trace.
     """
     if is_gguf(precision):
         shapes = {name: shape for name, shape in shapes.items() if name in (widened or {})}
     by_event = {product.event: product for product in call.products if product.name in shapes}
     if precision not in QUANTIZED or not by_event:
-        return call
-    events: list[MemoryEvent] = []
-    key = max(event.key for event in call.events)
-    for number, event in enumerate(call.events):
-        preparation_bytes, product_bytes = (
-            _scratch(by_event[number], shapes, precision, dtype, widened or {}, on_cpu)
-            if number in by_event
-            else (0, 0)
+        return 0
+    levels = call.levels()
+    peaks = [max(levels)]
+    for event, product in by_event.items():
+        preparation_bytes, product_bytes = _scratch(
+            product, shapes, precision, dtype, widened or {}, on_cpu
         )
-        if preparation_bytes:
-            events += [MemoryEvent(key + 1, preparation_bytes), MemoryEvent(key + 1, 0)]
-        events += (
-            [MemoryEvent(key + 2, product_bytes), event, MemoryEvent(key + 2, 0)]
-            if product_bytes
-            else [event]
-        )
-        key += 2
-    return replace(call, events=events, products=[], spans=[])
+        beside_bytes = max(levels[event], levels[event + 1])
+        peaks += [levels[event] + preparation_bytes, beside_bytes + product_bytes]
+    return max(peaks) - peaks[0]
 
 
 def _scratch(

@@ -34,8 +34,8 @@ from graphrun.profile.precision import (
     BLOCK_GRANULARITY_ONLY,
     ELEMENT_BYTES,
     dequantization_seconds,
+    quantization_scratch_bytes,
     quantizing_bytes,
-    with_quantization_scratch,
 )
 from graphrun.profile.quantizing import QUANTIZING_RATES
 from graphrun.profile.recording import Call, ComponentProfile
@@ -236,15 +236,14 @@ def _scratch_bytes(
     if precision not in QUANTIZED:
         return 0
     extra = (
-        with_quantization_scratch(
+        quantization_scratch_bytes(
             call,
             profile.layers,
             precision,
             dtype,
             profile.widened.get(precision, {}),
             on_cpu=hardware.kind.is_host,
-        ).peak_bytes
-        - call.peak_bytes
+        )
         for call in calls
     )
     return round_up(max((0, *extra)), ALLOCATION_BYTES)

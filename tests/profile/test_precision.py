@@ -23,8 +23,8 @@ from graphrun.profile.precision import (
     MOVES,
     dequantization_seconds,
     flags,
+    quantization_scratch_bytes,
     quantizing_bytes,
-    with_quantization_scratch,
 )
 from graphrun.profile.quantized import (
     block_bytes_by_precision,
@@ -283,6 +283,17 @@ def peak(call: Call) -> int:
     return peak
 
 
+def quantized_peak(
+    call: Call,
+    shapes: dict[str, tuple[int, int]],
+    precision: str,
+    dtype: str = "bfloat16",
+    **on: bool,
+) -> int:
+    """The peak with quantized layers."""
+    return peak(call) + quantization_scratch_bytes(call, shapes, precision, dtype, **on)
+
+
 def test_products_are_recorded_with_weight_name_and_tokens() -> None:
     call, _ = traced(1000)
     assert [(product.name, product.rows) for product in call.products] == [
@@ -298,9 +309,7 @@ def test_products_are_recorded_with_weight_name_and_tokens() -> None:
 def test_nf4_takes_the_dequantized_weight_beside_the_product() -> None:
     tokens = 16
     call, shapes = traced(tokens)
-    quantized_call = with_quantization_scratch(call, shapes, "nf4")
-    assert quantized_call.peak_bytes == peak(quantized_call)
-    assert peak(quantized_call) == max(
+    assert quantized_peak(call, shapes, "nf4") == max(
         2 * 96 * 64 + 2 * tokens * 96, 2 * tokens * 96 + 2 * 32 * 96 + 2 * tokens * 32
     )
     assert dequantization_seconds(10**9, 1e9) == 2.0
@@ -308,40 +317,37 @@ def test_nf4_takes_the_dequantized_weight_beside_the_product() -> None:
 
 def test_one_token_needs_no_weight_in_16_bit() -> None:
     call, shapes = traced(1)
-    assert peak(with_quantization_scratch(call, shapes, "nf4")) == peak(call)
+    assert quantized_peak(call, shapes, "nf4") == peak(call)
 
 
 def test_on_a_cpu_one_token_takes_the_weight_and_int8_more_tensors() -> None:
     call, shapes = traced(1)
-    quantized_call = with_quantization_scratch(call, shapes, "nf4", on_cpu=True)
-    assert peak(quantized_call) == 2 * 96 * 64 + 512
+    assert quantized_peak(call, shapes, "nf4", on_cpu=True) == 2 * 96 * 64 + 512
     tokens = 1024
     call, shapes = traced(tokens)
-    quantized_call = with_quantization_scratch(call, shapes, "int8", on_cpu=True)
-    assert peak(quantized_call) == tokens * (64 + 4) + tokens * 96 * 16
+    assert quantized_peak(call, shapes, "int8", on_cpu=True) == tokens * (64 + 4) + tokens * 96 * 16
 
 
 def test_int8_takes_its_input_and_its_product_in_other_dtypes() -> None:
     tokens = 1024
     call, shapes = traced(tokens)
-    quantized_call = with_quantization_scratch(call, shapes, "int8")
-    assert peak(quantized_call) == tokens * (64 + 4) + tokens * 96 * 6 + tokens * 96 * 2
-    assert quantized_call.peak_bytes == peak(quantized_call)
     assert (
-        peak(with_quantization_scratch(call, shapes, "int8", "float16"))
+        quantized_peak(call, shapes, "int8")
+        == tokens * (64 + 4) + tokens * 96 * 6 + tokens * 96 * 2
+    )
+    assert (
+        quantized_peak(call, shapes, "int8", "float16")
         == tokens * (64 + 4) + tokens * 96 * 4 + tokens * 96 * 2
     )
 
 
 def test_an_unquantized_layer_takes_no_scratch() -> None:
-    call, shapes = traced(64)
+    call, shapes = traced(16)
     only = {"second.weight": shapes["second.weight"]}
-    assert len(with_quantization_scratch(call, only, "nf4").events) == len(call.events) + 2
-    assert (
-        with_quantization_scratch(call, {}, "nf4")
-        == with_quantization_scratch(call, shapes, "bfloat16")
-        == call
-    )
+    assert quantized_peak(call, only, "nf4") == 2 * 16 * 96 + 2 * 32 * 96 + 2 * 16 * 32
+    assert quantized_peak(call, shapes, "nf4") == 2 * 96 * 64 + 2 * 16 * 96
+    assert quantization_scratch_bytes(call, {}, "nf4") == 0
+    assert quantization_scratch_bytes(call, shapes, "bfloat16") == 0
 
 
 def test_the_peak_of_events_excludes_scratch() -> None:
