@@ -8,6 +8,7 @@ several classes.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -155,16 +156,19 @@ def _convolutions(dtype: str) -> Iterator[Probe]:
             yield Probe(convolution, dtype, ((1, inputs, *pixels), weight))
 
 
-def _blocks(dtype: str) -> Iterator[Probe]:
-    """Yield blocks of FLUX (half as wide), of SDXL's UNet and of its residual convolutions."""
+def _block_cases(
+    device: str, width: int, channels: int, rows: int, batch: int
+) -> Iterator[tuple[nn.Module, Callable[..., Any], tuple[tuple[int, ...], ...]]]:
+    """Yield blocks of FLUX, of SDXL's UNet and of its residual convolutions on ``device``, each
+    with how it is called and the sizes of its inputs."""
     from diffusers.models.attention import BasicTransformerBlock
     from diffusers.models.resnet import ResnetBlock2D
     from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 
     def rotated(block: Callable[..., Any]) -> Callable[..., Any]:
         def call(picture: torch.Tensor, text: torch.Tensor, modulation: torch.Tensor) -> Any:
-            rows = picture.shape[1] + text.shape[1]
-            rotary = tuple(torch.ones(rows, 128, device=picture.device) for _ in range(2))
+            tokens = picture.shape[1] + text.shape[1]
+            rotary = tuple(torch.ones(tokens, 128, device=picture.device) for _ in range(2))
             return block(picture, text, modulation, rotary)
 
         return call
@@ -172,17 +176,24 @@ def _blocks(dtype: str) -> Iterator[Probe]:
     def attending(block: Callable[..., Any]) -> Callable[..., Any]:
         return lambda picture, text: block(picture, encoder_hidden_states=text)
 
-    with torch.device("meta"):
-        flux = FluxSingleTransformerBlock(1536, 12, 128)
-        sdxl = BasicTransformerBlock(640, 10, 64, cross_attention_dim=2048, activation_fn="geglu")
-        residual = ResnetBlock2D(in_channels=640, out_channels=640, temb_channels=1280)
-    cases: tuple[tuple[nn.Module, Any, tuple[tuple[int, ...], ...]], ...] = (
-        (flux, rotated, ((1, 256, 1536), (1, 256, 1536), (1, 1536))),
-        (sdxl, attending, ((2, 1024, 640), (2, 77, 2048))),
-        (residual, lambda block: block, ((2, 640, 32, 32), (2, 1280))),
-    )
-    for module, wrapped, sizes in cases:
-        module.eval()
+    text_channels, pixels = channels * 16 // 5, math.isqrt(4 * rows)
+    with torch.device(device):
+        flux = FluxSingleTransformerBlock(width, width // 128, 128)
+        sdxl = BasicTransformerBlock(
+            channels, channels // 64, 64, cross_attention_dim=text_channels, activation_fn="geglu"
+        )
+        residual = ResnetBlock2D(
+            in_channels=channels, out_channels=channels, temb_channels=2 * channels
+        )
+    yield flux.eval(), rotated, ((1, rows, width), (1, rows, width), (1, width))
+    yield sdxl.eval(), attending, ((batch, 4 * rows, channels), (batch, 77, text_channels))
+    sizes = ((batch, channels, pixels, pixels), (batch, 2 * channels))
+    yield residual.eval(), lambda block: block, sizes
+
+
+def _blocks(dtype: str) -> Iterator[Probe]:
+    """Yield the blocks as probes: FLUX's half as wide, SDXL's at their size."""
+    for module, wrapped, sizes in _block_cases("meta", 1536, 640, 256, 2):
         weights = dict(module.named_parameters())
 
         def call(
@@ -201,6 +212,13 @@ def _blocks(dtype: str) -> Iterator[Probe]:
 
         weight_sizes = (tuple(weight.shape) for weight in weights.values())
         yield Probe(call, dtype, (*sizes, *weight_sizes), is_block=True)
+
+
+def _small_blocks(device: str) -> Iterator[Probe]:
+    """Yield the blocks on ``device`` so small that they hardly compute, with weights of their
+    own."""
+    for module, wrapped, sizes in _block_cases(device, 128, 64, 4, 1):
+        yield Probe(wrapped(module), "float32", sizes, is_block=True)
 
 
 def _elementwise(dtype: str) -> Iterator[Probe]:
@@ -308,6 +326,18 @@ def launch_seconds(seconds: float, pool: ColdPool) -> float:
     return typical_seconds(Probe(chain, "bfloat16", ((1, 16),)), seconds, pool) / LAUNCHED
 
 
+def launch_seconds_in_blocks(seconds: float, pool: ColdPool, rates: ProcessorRates) -> float:
+    """Return the median seconds of an operator in a block of a model, without its work by
+    ``rates``: the block's own code, and operators that only make views, count too."""
+    launches = list[float]()
+    for block, recorded in zip(_small_blocks("cpu"), _small_blocks("meta"), strict=True):
+        kernels = recorded.kernels()
+        work_seconds = sum(cpu_seconds(kernel, rates) for kernel in kernels)
+        block_seconds = typical_seconds(block, seconds, pool)
+        launches.append(max(0.0, block_seconds - work_seconds) / len(kernels))
+    return statistics.median(launches)
+
+
 def work_of(kernels: Iterable[Kernel]) -> dict[str, float]:
     """Return the amounts of the work of ``kernels`` by class, as `ProcessorRates` names classes."""
     amounts = dict[str, float]()
@@ -357,7 +387,7 @@ def measured_cpu(
     """
     assert isinstance(base.kernels, ProcessorRates)
     probe_list = probe_list or probes(base)
-    share = allowed_seconds / (len(probe_list) + 5)
+    share = allowed_seconds / (len(probe_list) + 5)  # 3 blocks, launches, new memory
     pool = ColdPool(POOL_BYTES)
     launch, new_rate = launch_seconds(share, pool), new_memory_rate(share)
     work, durations = list[dict[str, float]](), list[float]()
@@ -396,7 +426,7 @@ def measured_cpu(
     )
     hardware = replace(
         base,
-        launch_seconds=launch,
+        launch_seconds=max(launch, launch_seconds_in_blocks(share, pool, kernels_rates)),
         flops_per_second=kernels_rates.rate("matmul", "bfloat16"),
         memory_bytes_per_second=kernels_rates.rate("elementwise clone", "float32"),
         kernels=kernels_rates,

@@ -89,6 +89,24 @@ def test_a_probe_is_one_operator_or_block_of_a_second_at_most(
     ]
 
 
+def test_launches_are_what_small_blocks_take_beside_their_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base, recorded = processor.cpu_estimate(), iter(calibrate_cpu._small_blocks("meta"))
+
+    def seconds(block: Probe, _: float, __: ColdPool) -> float:
+        with torch.no_grad():
+            block.operator(*block.tensors("cpu"))
+        kernels = next(recorded).kernels()
+        assert len(kernels) >= 10
+        return sum(kernel_seconds(kernel, base) - base.launch_seconds + 3e-6 for kernel in kernels)
+
+    monkeypatch.setattr(calibrate_cpu, "typical_seconds", seconds)
+    launch = calibrate_cpu.launch_seconds_in_blocks(1.0, ColdPool(MIB), rates_of(base))
+    assert launch == pytest.approx(3e-6)
+    assert next(recorded, None) is None
+
+
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     """A CPU 3 times as fast as the estimate, and probes that take its seconds."""
@@ -102,6 +120,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
     monkeypatch.setattr(calibrate_cpu, "typical_seconds", seconds)
     monkeypatch.setattr(calibrate_cpu, "launch_seconds", lambda *_: 1e-6)
+    monkeypatch.setattr(calibrate_cpu, "launch_seconds_in_blocks", lambda *_: 1e-6)
     monkeypatch.setattr(
         calibrate_cpu, "new_memory_rate", lambda _: rates_of(hardware).rate("new memory", "")
     )
