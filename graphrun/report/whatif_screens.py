@@ -469,12 +469,13 @@ def _short_proof(solution: Solution) -> str:
 
 
 def fastest(points: Sequence[FrontierPoint]) -> FrontierPoint | None:
-    """Return the fastest point, of equals the one with the smallest budget; None if nothing
+    """Return the point with the smallest budget of those within 1 % of the fastest; None if nothing
     fits."""
     feasible_points = [point for point in points if point.fits]
+    limit = 1.01 * min((point.seconds for point in feasible_points), default=0.0)
     return min(
-        feasible_points,
-        key=lambda point: (round(point.seconds, 3), point.budget_bytes),
+        (point for point in feasible_points if point.seconds <= limit),
+        key=lambda point: point.budget_bytes,
         default=None,
     )
 

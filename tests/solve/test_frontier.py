@@ -17,7 +17,9 @@ from graphrun.errors import InputError
 from graphrun.model.directives import directed
 from graphrun.model.problem import Directive, Problem
 from graphrun.model.solution import Solution
+from graphrun.report.whatif_screens import fastest
 from graphrun.solve.frontier import (
+    FrontierPoint,
     at_budget,
     curve,
     curve_ends,
@@ -48,6 +50,24 @@ def test_every_point_is_the_plan_for_its_budget_alone() -> None:
             simulation.peak_bytes,
             simulation.moved_bytes,
         )
+
+
+def test_a_larger_card_that_saves_less_than_one_per_cent_is_not_advised() -> None:
+    problem = flux(GIB)
+    solution = solved(at_budget(problem, 24 * GIB))
+
+    def best(*seconds: float) -> int:
+        """The gibibytes advised, of 1, 2, ... GiB with these seconds."""
+        points = [
+            FrontierPoint(number * GIB, GIB, 0, solution if duration else None, duration)
+            for number, duration in enumerate(seconds, 1)
+        ]
+        return point.budget_bytes // GIB if (point := fastest(points)) is not None else 0
+
+    assert best(0, 404.0, 100.9, 100.05, 100.0) == 3
+    assert best(0, 404.0, 101.1, 100.05, 100.0) == 4
+    assert best(0.00102, 0.001) == 2
+    assert best(0, 0) == 0
 
 
 def test_time_never_rises_with_the_budget() -> None:
