@@ -216,6 +216,6 @@ def test_a_run_does_not_search_the_libraries_for_garbage(
     finally:
         freeze()
     assert code == 0
-    begun = events.index("run")
-    assert events[begun + 1] == "freeze"
-    assert events[begun + 2 :] == ["collected"] * len(events[begun + 2 :]) != []
+    start = events.index("run")
+    assert events[start + 1] == "freeze"
+    assert events[start + 2 :] == ["collected"] * len(events[start + 2 :]) != []

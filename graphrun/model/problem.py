@@ -105,6 +105,8 @@ class ProcessorRates:
         weight, small ... huge copies    of convolutions, in bytes per second
         elementwise                      bytes read and written per second, possibly of an
                                          operator: "elementwise gelu bfloat16"
+        dequantize                       bytes per second of weights as computed with, by precision:
+                                         "dequantize nf4 bfloat16"
         new memory                       without dtype: bytes per second that the system supplies
 
     ``read_cpu_seconds``: CPU seconds per byte read from a file. ``amx``: products in bfloat16 use
@@ -119,11 +121,15 @@ class ProcessorRates:
     def rate(self, kind: str, dtype: str) -> float:
         """Return the rate of ``kind`` in ``dtype``.
 
-        Operators without rates use the elementwise rates. Dtypes without rates, such as integers,
-        use the rates of fp32.
+        Operators without rates use the elementwise rates, and precisions without rates those of a
+        copy. Dtypes without rates, such as integers, use the rates of fp32.
         """
         rates = dict(self.rates)
-        kinds = (kind, kind.partition(" ")[0]) if kind.startswith("elementwise ") else (kind,)
+        kinds = [kind]
+        if kind.startswith("elementwise "):
+            kinds.append("elementwise")
+        elif kind.startswith("dequantize "):
+            kinds += "elementwise _to_copy", "elementwise"
         names = [f"{name} {type_name}" for type_name in (dtype, "float32") for name in kinds]
         return next(rates[name] for name in (*names, kind) if name in rates)
 

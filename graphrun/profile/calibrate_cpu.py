@@ -21,8 +21,10 @@ from scipy.optimize import nnls
 from torch import nn
 from torch.func import functional_call
 
+from graphrun.graph.precisions import GGUF_BLOCKS
 from graphrun.kernel_memory import available_bytes
 from graphrun.model.problem import Hardware, ProcessorRates
+from graphrun.modules.quantize import convert, quantized
 from graphrun.profile.costs import cpu_seconds, cpu_work
 from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.recorder import Recorder
@@ -38,6 +40,7 @@ POOL_BYTES = GIB
 # A block counts as much as this many operators: in runs, too, operators are next to each other.
 BLOCK_WEIGHT = 6.0
 TOUCH_BYTES = 64 * MIB  # written at once to measure new memory
+LAYER_SIZE, LAYER_ROWS = 3072, 256  # of quantized layers: FLUX's, and tokens of a small picture
 LAUNCHED = 128  # operators in the chain that measures launches
 # A longer probe, by the data sheet, is left out: some convolutions in bfloat16 take a minute.
 LONGEST_SECONDS = 1.0
@@ -338,6 +341,58 @@ def launch_seconds_in_blocks(seconds: float, pool: ColdPool, rates: ProcessorRat
     return statistics.median(launches)
 
 
+def dequantization_rates(seconds: float, pool: ColdPool, dtype: str) -> dict[str, float]:
+    """Return bytes per second of the weights in ``dtype`` that quantized layers make.
+
+    The seconds are those that a layer takes longer than one with the weight itself: reading,
+    dequantizing and, for int8, all that its product differs in.
+    """
+    weight = torch.ones(LAYER_SIZE, LAYER_SIZE, dtype=getattr(torch, dtype))
+    layer = nn.Linear(LAYER_SIZE, LAYER_SIZE, bias=False, device="meta", dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    sizes, rates = ((LAYER_ROWS, LAYER_SIZE),), dict[str, float]()
+    plain_seconds = typical_seconds(Probe(layer, dtype, sizes), seconds, pool)
+    for precision in ("nf4", "int8", "fp8", *GGUF_BLOCKS):
+        probe = Probe(filled_layer(weight, precision), dtype, sizes)
+        extra_seconds = typical_seconds(probe, seconds, pool) - plain_seconds
+        rate = weight.nbytes / max(extra_seconds, weight.nbytes / FASTEST)
+        rates[f"dequantize {precision} {dtype}"] = rate
+    rates[f"dequantize gguf {dtype}"] = rates[f"dequantize Q4_K {dtype}"]  # of several types
+    return rates
+
+
+def filled_layer(weight: torch.Tensor, precision: str) -> nn.Module:
+    """Return a layer of ``precision`` that computes with ``weight``, or of GGUF with zeros."""
+    outputs, inputs = weight.shape
+    holder = nn.Module()
+    holder.layer = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
+    if precision in GGUF_BLOCKS:
+        elements, nbytes = GGUF_BLOCKS[precision]
+        rows = {"layer.weight": (precision, inputs // elements * nbytes)}
+        convert(holder, "gguf", weight.dtype, rows)
+    else:
+        convert(holder, precision, weight.dtype)
+    layer: Any = holder.layer
+    if precision in GGUF_BLOCKS:
+        data = torch.zeros_like(layer.weight, device="cpu")
+    elif precision == "fp8":
+        data = weight.to(torch.float8_e4m3fn)
+    else:
+        fields = quantized(weight, precision)
+        data = fields["data" if precision == "nf4" else "CB"]
+    new_weight: Any = nn.Parameter(data, requires_grad=False)
+    new_weight.__dict__ |= layer.weight.__dict__
+    layer.weight = new_weight
+    if precision == "nf4":
+        new_weight.quant_state.absmax, new_weight.quant_state.code = (
+            fields["absmax"],
+            fields["code"],
+        )
+    elif precision == "int8":
+        layer.state.CB, layer.state.SCB = new_weight, fields["SCB"]
+    return holder.layer
+
+
 def work_of(kernels: Iterable[Kernel]) -> dict[str, float]:
     """Return the amounts of the work of ``kernels`` by class, as `ProcessorRates` names classes."""
     amounts = dict[str, float]()
@@ -385,9 +440,12 @@ def measured_cpu(
     ``probe_list``: by default all `probes`. Classes that no probe measures keep the rates of
     ``base``, the data-sheet estimate.
     """
-    assert isinstance(base.kernels, ProcessorRates)
+    base_rates = base.kernels
+    assert isinstance(base_rates, ProcessorRates)
     probe_list = probe_list or probes(base)
-    share = allowed_seconds / (len(probe_list) + 5)  # 3 blocks, launches, new memory
+    layer_dtype = max(DTYPES, key=lambda dtype: base_rates.rate("matmul", dtype))
+    # also launches, in a chain and in 3 blocks, new memory, and 12 layers
+    share = allowed_seconds / (len(probe_list) + 5 + 12)
     pool = ColdPool(POOL_BYTES)
     launch, new_rate = launch_seconds(share, pool), new_memory_rate(share)
     work, durations = list[dict[str, float]](), list[float]()
@@ -411,6 +469,7 @@ def measured_cpu(
     ]
     rates, errors = fitted_rates(work, durations, [probe.is_block for probe in probe_list])
     rates["new memory"] = new_rate
+    rates |= dequantization_rates(share, pool, layer_dtype)
     for dtype in DTYPES:  # for operators that no probe has
         operator_rates = [
             rate
@@ -420,9 +479,9 @@ def measured_cpu(
         if operator_rates:
             rates[f"elementwise {dtype}"] = sorted(operator_rates)[len(operator_rates) // 2]
     kernels_rates = replace(
-        base.kernels,
+        base_rates,
         threads=torch.get_num_threads(),
-        rates=tuple((dict(base.kernels.rates) | rates).items()),
+        rates=tuple((dict(base_rates.rates) | rates).items()),
     )
     hardware = replace(
         base,

@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from graphrun.graph.precisions import GGUF_MIXES
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.corrections import CHANNEL_BLOCK
 from graphrun.profile.precision import ELEMENT_BYTES, dequantization_seconds
@@ -259,9 +260,9 @@ def quantized_seconds(
         return 0.0
     outputs, inputs = shape
     if isinstance(rates, ProcessorRates):
-        # the weight is read, and written in the compute dtype
         written_bytes = ELEMENT_BYTES[kernel.dtype] * outputs * inputs
-        return written_bytes / rates.rate("elementwise _to_copy", kernel.dtype)
+        name = GGUF_MIXES.get(precision, precision)
+        return written_bytes / rates.rate(f"dequantize {name}", kernel.dtype)
     weights, rows = outputs * inputs, kernel.flops / (2 * outputs * inputs)
     match precision:
         case "nf4" | "fp8" | "layerwise":

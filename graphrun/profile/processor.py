@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 from graphrun.device_kinds import DeviceKind
+from graphrun.graph.precisions import GGUF_BLOCKS
 from graphrun.host_ram import total_ram_bytes
 from graphrun.model.problem import Hardware, ProcessorRates
+from graphrun.profile.precision import ELEMENT_BYTES
 from graphrun.units import MIB
 
 # FLOPs per core and clock of products: (instruction set, in bfloat16, in fp32). Two vector units
@@ -45,6 +47,10 @@ READ_CPU_SECONDS = 0.02e-9
 # elements of attention's queries that one core packs and scales per second, beside the products:
 # 0.26e9 to 0.48e9 measured on an EPYC with two cores, in bfloat16
 CORE_QUERIES_PER_SECOND = 0.3e9
+# Weights that one core dequantizes per second: with bitsandbytes, by a cast, and with diffusers'
+# operators for GGUF, measured on a Xeon with two cores as shares of the speed of a copy.
+CORE_DEQUANTIZED = {"nf4": 125e6, "int8": 125e6, "fp8": 60e6, "Q8_0": 60e6}
+CORE_DEQUANTIZED_GGUF = 20e6
 # seconds of PyTorch's and diffusers' code around an operator on a CPU: 9.5e-6 to 16e-6 measured in
 # small blocks of FLUX and SDXL on an EPYC
 CPU_LAUNCH_SECONDS = 12e-6
@@ -139,6 +145,12 @@ def cpu_estimate() -> Hardware:
             f"huge copies {dtype}": 0.15 * moving,
             f"elementwise {dtype}": 0.7 * moving,
             f"elementwise transpose {dtype}": 0.2 * moving,
+        }
+        rates |= {
+            f"dequantize {precision} {dtype}": ELEMENT_BYTES[dtype]
+            * CORE_DEQUANTIZED.get(precision, CORE_DEQUANTIZED_GGUF)
+            * cores
+            for precision in ("nf4", "int8", "fp8", "gguf", *GGUF_BLOCKS)
         }
     return Hardware(
         name="cpu",

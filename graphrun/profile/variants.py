@@ -26,6 +26,7 @@ from graphrun.model.problem import (
     BackingStoreKind,
     Granularity,
     Hardware,
+    ProcessorRates,
     Secondary,
     Variant,
 )
@@ -207,7 +208,14 @@ def _extra_block_seconds(
     by_layer = extra_seconds(
         max(calls, key=lambda call: call.flops), profile.layers, precision, hardware
     )
-    if is_gguf(precision):
+    if is_gguf(precision) and isinstance(hardware.kernels, ProcessorRates):
+        quantized_names = profile.widened[precision]
+        by_layer = {
+            path: seconds
+            for path, seconds in by_layer.items()
+            if f"{path}.weight" in quantized_names
+        }
+    elif is_gguf(precision):
         bandwidth = hardware.memory_bytes_per_second
         by_layer = {
             name: dequantization_seconds(written_bytes, bandwidth)

@@ -24,7 +24,7 @@ from graphrun.profile.calibrate_cpu import (
     probes,
     work_of,
 )
-from graphrun.profile.costs import kernel_seconds
+from graphrun.profile.costs import kernel_seconds, quantized_seconds
 from graphrun.units import MIB
 
 
@@ -62,6 +62,7 @@ def test_every_class_of_the_estimate_is_measured(
     names_measured = {name for probe in probe_list for name in work_of(probe.kernels())}
     names = {name for name, _ in rates_of(processor.cpu_estimate()).rates}
     names -= {f"elementwise {dtype}" for dtype in calibrate_cpu.DTYPES}
+    names = {name for name in names if not name.startswith("dequantize ")}  # measured directly
     names = {name for name in names if "float16" not in name.split()}
     assert names - names_measured == left_out
 
@@ -124,8 +125,51 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     monkeypatch.setattr(
         calibrate_cpu, "new_memory_rate", lambda _: rates_of(hardware).rate("new memory", "")
     )
+    monkeypatch.setattr(calibrate_cpu, "dequantization_rates", lambda *_: {})
     monkeypatch.setattr(calibrate_cpu, "POOL_BYTES", 1 << 16)
     return hardware
+
+
+def test_a_quantized_layer_takes_what_it_takes_longer_than_its_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = list[Any]()
+
+    def seconds(probe: Probe, _: float, __: ColdPool) -> float:
+        layers.append(probe.operator)
+        return 1.0 if type(probe.operator) is nn.Linear else 1.5
+
+    monkeypatch.setattr(calibrate_cpu, "typical_seconds", seconds)
+    monkeypatch.setattr(calibrate_cpu, "LAYER_SIZE", 256)
+    rates = calibrate_cpu.dequantization_rates(0.0, ColdPool(MIB), "float32")
+    assert set(rates.values()) == {4 * 256 * 256 / 0.5}
+    precisions = {name.split()[1] for name in rates}
+    assert {"nf4", "int8", "fp8", "gguf", "Q4_K", "Q6_K", "Q8_0"} <= precisions
+    assert len(layers) == len(precisions)  # one plain, and gguf counts as Q4_K
+    estimate = rates_of(processor.cpu_estimate())
+    assert precisions == {
+        name.split()[1] for name, _ in estimate.rates if name.startswith("dequantize")
+    }
+    tokens = torch.randn(4, 256)
+    for layer in layers:
+        kind = type(layer).__name__
+        with torch.no_grad():
+            expected = tokens @ (
+                torch.zeros(256, 256) if kind == "_GgufLinear" else torch.ones(256, 256)
+            )
+            assert layer(tokens) == pytest.approx(expected, rel=0.05, abs=0.5), kind
+
+
+def test_gguf_is_dequantized_on_a_cpu_at_its_own_rate() -> None:
+    base = processor.cpu_estimate()
+    (kernel,) = Probe(nn.functional.linear, "float32", ((7, 64), (32, 64))).kernels()
+    slow = replace(
+        rates_of(base), rates=(*rates_of(base).rates, ("dequantize Q4_K float32", 4096.0))
+    )
+    hardware = replace(base, kernels=slow)
+    assert quantized_seconds(kernel, (32, 64), "Q4_K_M", hardware) == 4 * 32 * 64 / 4096
+    copy = rates_of(base).rate("elementwise _to_copy", "float32")
+    assert quantized_seconds(kernel, (32, 64), "quanto", hardware) == 4 * 32 * 64 / copy
 
 
 def test_kernels_take_as_long_as_they_were_measured_to(fast: Hardware) -> None:

@@ -288,10 +288,10 @@ def quantized_peak(
     shapes: dict[str, tuple[int, int]],
     precision: str,
     dtype: str = "bfloat16",
-    **on: bool,
+    **options: bool,
 ) -> int:
     """The peak with quantized layers."""
-    return peak(call) + quantization_scratch_bytes(call, shapes, precision, dtype, **on)
+    return peak(call) + quantization_scratch_bytes(call, shapes, precision, dtype, **options)
 
 
 def test_products_are_recorded_with_weight_name_and_tokens() -> None:
