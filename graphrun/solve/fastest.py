@@ -284,11 +284,11 @@ def _worth_splitting(
 def _from_disk(with_choices: Problem, component: ComponentNumbers) -> Problem | None:
     """Return ``with_choices`` with the variant of ``component`` that is read from disk; None if it
     has it, or there is none in its precision."""
-    (chosen,) = with_choices.component(component.name).variants
-    same = replace(chosen, backing_store="disk").name
-    if chosen.backing_store == "disk" or same not in {v.name for v in component.variants}:
+    (variant,) = with_choices.component(component.name).variants
+    disk_name = replace(variant, backing_store="disk").name
+    if variant.backing_store == "disk" or disk_name not in {v.name for v in component.variants}:
         return None
-    on_disk = _with_variants(component, {component.name: same})
+    on_disk = _with_variants(component, {component.name: disk_name})
     components = (on_disk if c.name == component.name else c for c in with_choices.components)
     return replace(with_choices, components=tuple(components))
 
