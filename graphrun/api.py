@@ -428,8 +428,6 @@ def without_overlap(
     from graphrun.units import show_seconds
 
     problem = solution.problem
-    if problem.hardware.serial_copies or problem.hardware.kind.overlap != "proved":
-        return solution
     hardware = as_opened(problem.hardware, device)
     if hardware == problem.hardware:
         return solution

@@ -300,7 +300,7 @@ def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace the parameters of a command that are records of options, such as `PlanOptions`, by an
     option for each field, in the signature that typer reads, after the command's arguments.
 
-    ``names``: the only fields that become options; default: all.
+    ``names``: the only fields of `PlanOptions` that become options; default: all.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -308,7 +308,8 @@ def shared(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         records = dict[str, tuple[Any, list[inspect.Parameter]]]()
         for parameter in _parameters(command):
             if is_dataclass(record := parameter.annotation):
-                options = [p for p in _parameters(record) if not names or p.name in names]
+                limited = bool(names) and record is PlanOptions
+                options = [p for p in _parameters(record) if not limited or p.name in names]
                 records[parameter.name] = record, options
             else:
                 (arguments if parameter.default is parameter.empty else plain).append(parameter)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +39,161 @@ SHARED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class AccessOptions:
+    """The options for the address, and for who may use the server, as typed."""
+
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Address to listen on. Any but a loopback address needs --keys.",
+            metavar="ADDRESS",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(help="Port; 0: any free one.", metavar="N", min=0, max=65535)
+    ] = 8000
+    keys: Annotated[
+        Path | None,
+        option(
+            "File of API keys: a name, a SHA-256 and optionally 30/min a line.",
+            "FILE",
+        ),
+    ] = None
+    allow_host: Annotated[
+        NameList,
+        option(
+            "Another host name of the server, such as the proxy's; *.example.com: all below "
+            "it. Repeatable.",
+            "NAME",
+        ),
+    ] = None
+    allow_origin: Annotated[
+        NameList,
+        option(
+            "Let web pages of this origin use the server: https://images.example.com. Repeatable.",
+            "ORIGIN",
+        ),
+    ] = None
+    allow_webhook: Annotated[
+        NameList,
+        option(
+            "Let jobs name webhooks of this origin, at any path: https://hooks.example.com. "
+            "Repeatable.",
+            "ORIGIN",
+        ),
+    ] = None
+    webhook_secret: Annotated[
+        Path | None,
+        option("File with the whsec_... that signs webhooks.", "FILE"),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return these fields of `Settings`. Raises InputError if anyone could use the server."""
+        from graphrun.serve.keys import HINT, read_keys
+        from graphrun.serve.origins import host_of, origin_of
+
+        owners = read_keys(self.keys) if self.keys is not None else {}
+        if not owners and not _is_loopback(self.host):
+            raise InputError(
+                f"--host {self.host} without --keys: anyone who reaches this machine could use "
+                f"it; add --keys FILE, with a line NAME SHA256 for each key; {HINT}"
+            )
+        hosts = tuple(map(host_of, self.allow_host or ()))
+        origins = tuple(map(origin_of, self.allow_origin or ()))
+        for flag, values in {"--allow-host": hosts, "--allow-origin": origins}.items():
+            if "*" in values and not owners:
+                raise InputError(
+                    f"{flag} '*' without --keys: any web page could use the server; add --keys FILE"
+                )
+        return {
+            "keys": owners,
+            "keys_file": self.keys and self.keys.resolve(),
+            "allow_hosts": hosts,
+            "allow_origins": origins,
+        }
+
+    def webhook_settings(self) -> dict[str, Any]:
+        """Return these fields of `Settings`. Raises InputError for origins without a secret."""
+        from graphrun.serve.webhooks import MAKE, read_secrets, webhook_origin
+
+        values, secret = tuple(map(webhook_origin, self.allow_webhook or ())), self.webhook_secret
+        if values and secret is None:
+            raise InputError(
+                "--allow-webhook without --webhook-secret FILE: receivers could not know who calls;"
+                f" this prints a secret: {MAKE}"
+            )
+        return {"webhooks": values, "webhook_keys": read_secrets(secret) if secret else ()}
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """The options that limit requests and connections, as typed."""
+
+    queue: Annotated[
+        str,
+        typer.Option(help="Refuse requests whose predicted wait is longer.", metavar="TIME"),
+    ] = "300s"
+    drain: Annotated[
+        str,
+        typer.Option(help="Time for admitted requests to end after SIGTERM.", metavar="TIME"),
+    ] = "30s"
+    max_body: Annotated[
+        str, typer.Option(help="Largest request without files.", metavar="SIZE")
+    ] = "1M"
+    max_upload: Annotated[str, typer.Option(help="Largest request with files.", metavar="SIZE")] = (
+        "20M"
+    )
+    max_prompt: Annotated[
+        int, typer.Option(help="Most characters of a text.", metavar="N", min=1)
+    ] = 10_000
+    max_pixels: Annotated[
+        int, typer.Option(help="Most pixels of a picture.", metavar="N", min=1)
+    ] = 2**22
+    max_steps: Annotated[int, typer.Option(help="Most steps.", metavar="N", min=1)] = 100
+    max_n: Annotated[int, typer.Option(help="Most pictures of a request.", metavar="N", min=1)] = 4
+    arrival: Annotated[
+        str,
+        typer.Option(help="Time for headers to arrive, and again for the body.", metavar="TIME"),
+    ] = "20s"
+    idle: Annotated[
+        str,
+        typer.Option(
+            help="Longest silence of a client: no request, no byte of a body, none read of an "
+            "answer.",
+            metavar="TIME",
+        ),
+    ] = "5s"
+    connections: Annotated[
+        int,
+        typer.Option(
+            help="Most open connections. At the limit, the longest idle one is closed.",
+            metavar="N",
+            min=1,
+        ),
+    ] = 512
+
+    def settings(self) -> dict[str, Any]:
+        """Return these fields of `Settings`. Raises InputError."""
+        from graphrun.serve.settings import Bounds
+
+        return {
+            "bounds": Bounds(
+                parse_size(self.max_body, name="--max-body"),
+                parse_size(self.max_upload, name="--max-upload"),
+                self.max_prompt,
+                self.max_pixels,
+                self.max_steps,
+                self.max_n,
+                body_seconds=_above_zero("--arrival", self.arrival),
+                idle_seconds=_above_zero("--idle", self.idle),
+            ),
+            "queue_seconds": parse_seconds(self.queue, name="--queue"),
+            "drain_seconds": parse_seconds(self.drain, name="--drain"),
+            "connections": self.connections,
+        }
+
+
 @app.command()
 @shared(*SHARED)
 def serve(
@@ -48,92 +202,8 @@ def serve(
         typer.Argument(help="Graph files, or names of graphs (graphrun list).", show_default=False),
     ],
     options: PlanOptions,
-    host: Annotated[
-        str,
-        typer.Option(
-            help="Address to listen on. Any but a loopback address needs --keys.",
-            metavar="ADDRESS",
-        ),
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port; 0: any free one.", metavar="N", min=0, max=65535)
-    ] = 8000,
-    keys: Annotated[
-        Path | None,
-        option(
-            "File of API keys: a name, a SHA-256 and optionally 30/min a line.",
-            "FILE",
-        ),
-    ] = None,
-    allow_host: Annotated[
-        NameList,
-        option(
-            "Another host name of the server, such as the proxy's; *.example.com: all below "
-            "it. Repeatable.",
-            "NAME",
-        ),
-    ] = None,
-    allow_origin: Annotated[
-        NameList,
-        option(
-            "Let web pages of this origin use the server: https://images.example.com. Repeatable.",
-            "ORIGIN",
-        ),
-    ] = None,
-    allow_webhook: Annotated[
-        NameList,
-        option(
-            "Let jobs name webhooks of this origin, at any path: https://hooks.example.com. "
-            "Repeatable.",
-            "ORIGIN",
-        ),
-    ] = None,
-    webhook_secret: Annotated[
-        Path | None,
-        option("File with the whsec_... that signs webhooks.", "FILE"),
-    ] = None,
-    queue: Annotated[
-        str,
-        typer.Option(help="Refuse requests whose predicted wait is longer.", metavar="TIME"),
-    ] = "300s",
-    drain: Annotated[
-        str,
-        typer.Option(help="Time for admitted requests to end after SIGTERM.", metavar="TIME"),
-    ] = "30s",
-    max_body: Annotated[
-        str, typer.Option(help="Largest request without files.", metavar="SIZE")
-    ] = "1M",
-    max_upload: Annotated[
-        str, typer.Option(help="Largest request with files.", metavar="SIZE")
-    ] = "20M",
-    max_prompt: Annotated[
-        int, typer.Option(help="Most characters of a text.", metavar="N", min=1)
-    ] = 10_000,
-    max_pixels: Annotated[
-        int, typer.Option(help="Most pixels of a picture.", metavar="N", min=1)
-    ] = 2**22,
-    max_steps: Annotated[int, typer.Option(help="Most steps.", metavar="N", min=1)] = 100,
-    max_n: Annotated[int, typer.Option(help="Most pictures of a request.", metavar="N", min=1)] = 4,
-    arrival: Annotated[
-        str,
-        typer.Option(help="Time for headers to arrive, and again for the body.", metavar="TIME"),
-    ] = "20s",
-    idle: Annotated[
-        str,
-        typer.Option(
-            help="Longest silence of a client: no request, no byte of a body, none read of an "
-            "answer.",
-            metavar="TIME",
-        ),
-    ] = "5s",
-    connections: Annotated[
-        int,
-        typer.Option(
-            help="Most open connections. At the limit, the longest idle one is closed.",
-            metavar="N",
-            min=1,
-        ),
-    ] = 512,
+    access: AccessOptions,
+    limits: LimitOptions,
     state: Annotated[
         Path | None,
         option(
@@ -167,22 +237,13 @@ def serve(
     """
     _require_packages()
     from graphrun.serve.server import serve as run
-    from graphrun.serve.settings import Bounds, Settings, refuse_graphs
+    from graphrun.serve.settings import Settings, refuse_graphs
 
     if log not in ("text", "json"):
         raise InputError(f"--log {log!r} is not known; use text or json")
-    access = _access(host, keys, allow_host or (), allow_origin or ())
+    access_settings = access.settings()
     refuse_graphs([load(path, options) for path in graphs])
-    bounds = Bounds(
-        parse_size(max_body, name="--max-body"),
-        parse_size(max_upload, name="--max-upload"),
-        max_prompt,
-        max_pixels,
-        max_steps,
-        max_n,
-        body_seconds=_above_zero("--arrival", arrival),
-        idle_seconds=_above_zero("--idle", idle),
-    )
+    limit_settings = limits.settings()
     with tempfile.TemporaryDirectory(prefix="graphrun-serve-") as name:
         folder = Path(name)
         cache = cache_folder(options.no_cache) or folder / "cache"
@@ -195,19 +256,16 @@ def serve(
             folder=folder,
             limits=asdict(LIMITS),
             version=graphrun.__version__,
-            bounds=bounds,
-            queue_seconds=parse_seconds(queue, name="--queue"),
-            drain_seconds=parse_seconds(drain, name="--drain"),
-            connections=connections,
             state=state,
             warms=warm,
             loras=loras and loras.resolve(),
-            **_webhooks(allow_webhook or (), webhook_secret),
             log_as_json=log == "json",
-            **access,
+            **access_settings,
+            **limit_settings,
+            **access.webhook_settings(),
             **_devices(options, cluster, cache),
         )
-        run(settings, host, port, say)
+        run(settings, access.host, access.port, say)
 
 
 def _require_packages() -> None:
@@ -215,46 +273,6 @@ def _require_packages() -> None:
     names = ("fastapi", "httpx", "uvicorn", "prometheus_client", "python_multipart")
     if missing_names := [name for name in names if find_spec(name) is None]:
         raise InputError(f"{', '.join(missing_names)} not installed: {install_command('serve')}")
-
-
-def _access(
-    host: str, keys: Path | None, names: Iterable[str], pages: Iterable[str]
-) -> dict[str, Any]:
-    """Return the `Settings` for who may use the server. Raises InputError if that is anyone."""
-    from graphrun.serve.keys import HINT, read_keys
-    from graphrun.serve.origins import host_of, origin_of
-
-    owners = read_keys(keys) if keys is not None else {}
-    if not owners and not _is_loopback(host):
-        raise InputError(
-            f"--host {host} without --keys: anyone who reaches this machine could use it; "
-            f"add --keys FILE, with a line NAME SHA256 for each key; {HINT}"
-        )
-    hosts, origins = tuple(map(host_of, names)), tuple(map(origin_of, pages))
-    for flag, values in {"--allow-host": hosts, "--allow-origin": origins}.items():
-        if "*" in values and not owners:
-            raise InputError(
-                f"{flag} '*' without --keys: any web page could use the server; add --keys FILE"
-            )
-    return {
-        "keys": owners,
-        "keys_file": keys and keys.resolve(),
-        "allow_hosts": hosts,
-        "allow_origins": origins,
-    }
-
-
-def _webhooks(origins: Iterable[str], secret: Path | None) -> dict[str, Any]:
-    """Return the `Settings` for webhooks. Raises InputError for origins without a secret."""
-    from graphrun.serve.webhooks import MAKE, read_secrets, webhook_origin
-
-    values = tuple(map(webhook_origin, origins))
-    if values and secret is None:
-        raise InputError(
-            "--allow-webhook without --webhook-secret FILE: receivers could not know who calls; "
-            f"this prints a secret: {MAKE}"
-        )
-    return {"webhooks": values, "webhook_keys": read_secrets(secret) if secret else ()}
 
 
 def _devices(options: PlanOptions, cluster: Path | None, cache: Path) -> dict[str, Any]:

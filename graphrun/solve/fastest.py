@@ -171,7 +171,8 @@ def _with_layers(
         with_choices = _with_choices_of(problem, best.solution.plan)
         # A session's average run is compared with a single run with layers.
         limit_seconds = best.solution.objective_seconds / problem.runs / TOLERANCE
-        if (layers := _worth_splitting(problem, with_choices, limit_seconds)) is None:
+        layers = _worth_splitting(problem, with_choices, limit_seconds, from_disk=True)
+        if layers is None:
             return best
         split, formulation = split_into_layers(problem, {layers[0]}), layers[1]
         finer = (
@@ -253,21 +254,43 @@ def least_seconds_of(program: Program, choice: Choice) -> float:
 
 
 def _worth_splitting(
-    problem: Problem, with_choices: Problem, seconds: float
+    problem: Problem, with_choices: Problem, seconds: float, *, from_disk: bool = False
 ) -> tuple[str, Formulation] | None:
     """Return the largest component that layers may make faster, and its formulation; None if none.
 
     Layers can be faster for two reasons. Smaller ring buffers leave more memory for resident
     blocks. Weights outside of any block need not be loaded all at once before a slot.
     ``with_choices``: ``problem`` with its choices made. ``seconds``: a single run with layers must
-    be able to reach them.
+    be able to reach them. ``from_disk``: or a run that reads the component from disk, if the
+    choices read it into RAM first. Layers are read while others compute, blocks often are not.
     """
     if not (names := smaller_as_layers(problem)) or not has("layers"):
         return None
-    name = max(sorted(names), key=lambda name: problem.component(name).weight_bytes())
-    single_run = split_into_layers(replace(with_choices, runs=1), {name})
-    formulation = Formulation(program_of(single_run, undominated_variants(single_run)))
-    return (name, formulation) if can_reach(formulation, seconds) else None
+    component = max(
+        (problem.component(name) for name in sorted(names)),
+        key=lambda component: component.weight_bytes(),
+    )
+    candidates = [with_choices]
+    if from_disk and (other := _from_disk(with_choices, component)) is not None:
+        candidates.append(other)
+    for candidate in candidates:
+        single_run = split_into_layers(replace(candidate, runs=1), {component.name})
+        formulation = Formulation(program_of(single_run, undominated_variants(single_run)))
+        if can_reach(formulation, seconds):
+            return component.name, formulation
+    return None
+
+
+def _from_disk(with_choices: Problem, component: ComponentNumbers) -> Problem | None:
+    """Return ``with_choices`` with the variant of ``component`` that is read from disk; None if it
+    has it, or there is none in its precision."""
+    (variant,) = with_choices.component(component.name).variants
+    disk_name = replace(variant, backing_store="disk").name
+    if variant.backing_store == "disk" or disk_name not in {v.name for v in component.variants}:
+        return None
+    on_disk = _with_variants(component, {component.name: disk_name})
+    components = (on_disk if c.name == component.name else c for c in with_choices.components)
+    return replace(with_choices, components=tuple(components))
 
 
 def _with_choices_of(problem: Problem, plan: Plan) -> Problem:
@@ -282,19 +305,15 @@ def _with_choices(
     names: Mapping[str, str],
 ) -> Problem:
     """Return ``problem`` with ``order``, ``options``, and the variants ``names`` of components."""
-
-    def only(component: ComponentNumbers) -> ComponentNumbers:
-        variants = tuple(
-            v for v in component.variants if names.get(component.name, v.name) == v.name
-        )
-        return replace(
-            component,
-            variants=variants,
-            layers=None if component.layers is None else only(component.layers),
-        )
-
     applied = reorder(problem, tuple(order), dict(options))
-    return replace(applied, components=tuple(only(component) for component in applied.components))
+    return replace(applied, components=tuple(_with_variants(c, names) for c in applied.components))
+
+
+def _with_variants(component: ComponentNumbers, names: Mapping[str, str]) -> ComponentNumbers:
+    """Return ``component`` with the variant that ``names`` has for it; all if it has none."""
+    variants = tuple(v for v in component.variants if names.get(component.name, v.name) == v.name)
+    layers = component.layers and _with_variants(component.layers, names)
+    return replace(component, variants=variants, layers=layers)
 
 
 def _repeated_run(

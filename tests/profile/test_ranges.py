@@ -50,3 +50,10 @@ def test_a_measured_card_has_a_number() -> None:
     card = replace(devices.hardware("h100"), basis="measured")
     likely = probable_range(card, 10.0)
     assert (likely.bounds, likely.reason) == ((10.0, 10.0), "")
+
+
+def test_names_tell_the_cards_of_other_vendors() -> None:
+    for name, sheet in devices.SHEETS.items():
+        reason = probable_range(devices.hardware(name), 10.0).reason
+        is_other = sheet.architecture.startswith(("cdna", "rdna", "xe"))
+        assert (reason == ranges.UNKNOWN) == is_other, name

@@ -19,6 +19,7 @@ from graphrun.model.plan import Drop, Read, Restore, Spill
 from graphrun.model.problem import PhaseNumbers, Problem, StageOption, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
+from graphrun.solve.dominance import only_blocks_to_choose
 from graphrun.solve.least import has_usable_variants
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import (
@@ -29,6 +30,7 @@ from graphrun.solve.orders import (
 )
 from graphrun.solve.pages import solved
 from graphrun.solve.programs import program_of
+from graphrun.solve.rows import rows_of
 from graphrun.solve.search import Answer, choose
 from graphrun.solve.solve import solve
 from graphrun.verify.simulate import simulate
@@ -195,6 +197,16 @@ def test_no_more_is_solved_than_the_bounds() -> None:
     assert sum(column_counts) <= MOST_STAGE_COLUMNS + max(column_counts)
 
 
+def test_a_permitted_option_is_a_choice() -> None:
+    plain = ordered(("a", "b"), None)
+    (phase, _) = plain.phases
+    assert only_blocks_to_choose(plain)
+    for needs, allow, choosable in (("", (), True), ("x", ("x",), True), ("x", ("y",), False)):
+        option = StageOption(phase.stage, "tiled", (phase,), needs)
+        candidate = replace(plain, options=(option,), allow=allow)
+        assert only_blocks_to_choose(candidate) != choosable
+
+
 @pytest.mark.sweep("more")
 @pytest.mark.long
 def test_combinations_of_options_are_not_all_made() -> None:
@@ -288,6 +300,21 @@ def test_no_baseline_is_faster(gib: int) -> None:
             assert simulate(problem, plan_of(program, choice)).seconds >= simulation.seconds * (
                 1 - 1e-9
             ), baseline
+
+
+def test_each_baseline_keeps_what_its_name_says() -> None:
+    """Moved bytes of FLUX.1-dev: with one K, each further block is copied once, not 28 times."""
+    program = program_of(flux(44 * GIB))
+    weights = sum(int(group.count * group.block_bytes) for group in program.groups)
+    moved_bytes = {
+        baseline: [rows_of(program, choice).moved_bytes() for choice in fitting(program, baseline)]
+        for baseline in BASELINES
+    }
+    assert set(moved_bytes["resident"]) == set(moved_bytes["one by one"]) == {weights}
+    assert min(moved_bytes["single K"]) == weights
+    assert moved_bytes["single K"] == sorted(moved_bytes["single K"])
+    assert moved_bytes["streamed"] == moved_bytes["single K"][-1:]
+    assert moved_bytes["streamed"][0] > 10 * weights
 
 
 def test_with_free_copies_and_unlimited_memory_the_objective_is_the_compute_time() -> None:

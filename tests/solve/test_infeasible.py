@@ -119,6 +119,8 @@ def test_ram_holds_every_backing_store() -> None:
     solve(replace(problem, ram_bytes=total))
     error = refused(replace(problem, ram_bytes=total - 1))
     assert (error.binding, error.needs, error.smallest_ram_bytes) == ("RAM", (), total)
+    assert f"and the budget is {typed_size(total - 1, round_down=True)}. " in str(error)
+    assert typed_size(total - 1, round_down=True) != typed_size(total - 1)
     separate = [suggestion for suggestion in error.suggestions if "separately" in suggestion.text]
     (ram,) = [suggestion for suggestion in error.suggestions if suggestion not in separate]
     assert (

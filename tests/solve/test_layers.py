@@ -7,6 +7,7 @@ import hashlib
 import json
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import planner_problems as make
 import pytest
@@ -16,11 +17,15 @@ from graphrun.model import problem as problem_module
 from graphrun.model.least_memory import least_memory
 from graphrun.model.plan import Stream
 from graphrun.model.problem import BlockGroup, ComponentNumbers, Problem, Use
+from graphrun.report.screen import proof
 from graphrun.solve.alternatives import alternatives
+from graphrun.solve.fastest import fastest
 from graphrun.solve.granularity import split_into_layers, splittable
 from graphrun.solve.infeasible import Infeasible, smallest_budget
+from graphrun.solve.pages import solved
 from graphrun.solve.solve import solve
 from graphrun.solve.suggestions import predicted_seconds
+from graphrun.units import GIB
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 
@@ -228,6 +233,49 @@ def test_a_session_with_layers_from_disk_copies_nothing_again_where_everything_s
         "blocks need a bounce buffer of 16 MB"
     )
     assert simulate(solution.problem, solution.plan).further_moved_bytes == 0
+
+
+def test_layers_may_be_faster_with_another_variant_than_blocks() -> None:
+    """Blocks are slow to read while others are copied, layers to read into RAM first."""
+    instance = problem(100 * MB)
+
+    def both(
+        component: ComponentNumbers, read_factor: float, disk_factor: float
+    ) -> ComponentNumbers:
+        (plain,) = component.variants
+        reads, disks = (
+            tuple(factor * nbytes / 1e9 for nbytes in plain.block_bytes)
+            for factor in (read_factor, disk_factor)
+        )
+        pinned = replace(plain, read_seconds=reads)
+        on_disk = replace(plain, backing_store="disk", host_bytes=16 * MB, disk_seconds=disks)
+        return replace(
+            component,
+            variants=(pinned, on_disk),
+            layers=component.layers and both(component.layers, 3, 1),
+        )
+
+    components = tuple(both(component, 1, 3) for component in instance.components)
+    instance = replace(instance, components=components)
+    by_blocks, solution = solve(by_block_alone(instance)), solve(instance)
+    assert dict(by_blocks.plan.variants) == {"m": "bfloat16 pinned device"}
+    assert dict(solution.plan.variants) == {"m": "bfloat16 disk device"}
+    assert [c.granularity for c in solution.problem.components] == ["layers"]
+    assert solution.bound_seconds < solution.seconds < 0.95 * by_blocks.bound_seconds
+
+
+@pytest.mark.sweep("more")
+def test_the_bound_of_a_plan_with_blocks_covers_plans_with_layers(make_problem: Any) -> None:
+    """Qwen-Image in 12 GiB: layers are faster by the program, and slower when simulated."""
+    instance = make_problem("qwen-image", 12 * GIB, hardware="rtx4090")
+    solution = solved(instance)
+    assert solution is not None
+    assert {component.granularity for component in solution.problem.components} == {"blocks"}
+    by_layers = fastest(split_into_layers(instance, {"transformer"}), layers=False)
+    assert by_layers is not None
+    assert solution.bound_seconds <= by_layers.objective_seconds < solution.objective_seconds
+    gap = solution.seconds / solution.bound_seconds - 1
+    assert proof(solution) == f"at most {100 * gap:.2g} % slower than the best possible plan"
 
 
 def with_a_large_variant(budget_bytes: int) -> Problem:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from campaign import sampled
 from linked_blocks import LinkedBlocks, Refused
+from planner_real import real
 from recorded_replay import replay_events
 
 from graphrun.errors import PlanError
@@ -19,7 +20,7 @@ from graphrun.model.allocator import Caching
 from graphrun.model.choices import apply_choices
 from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace, Repeat, repeats_in
 from graphrun.model.plan import Evict, Load, Slot
-from graphrun.model.problem import Problem
+from graphrun.model.problem import Problem, Secondary
 from graphrun.model.solution import Solution
 from graphrun.profile.dry_run import probe
 from graphrun.profile.hardware import hardware
@@ -77,6 +78,14 @@ def by_tensors(make_problem: Any) -> Solution:
 def flux_solution(make_problem: Any) -> Solution:
     """The plan for `flux`."""
     return solve(make_problem("flux-dev", 8 * GIB, hardware="rtx4090"))
+
+
+def test_the_overhead_of_a_secondary_device_is_taken_from_its_budget_alone() -> None:
+    instance = real("flux-dev", 8)
+    secondaries = tuple(Secondary(instance.hardware, nbytes) for nbytes in (GIB, 2 * GIB))
+    reduced = with_overheads(replace(instance, secondaries=secondaries), {("device2", ""): 512})
+    assert [secondary.budget_bytes for secondary in reduced.secondaries] == [GIB, 2 * GIB - 512]
+    assert reduced.phases == instance.phases
 
 
 def test_a_plan_that_fits_by_bytes_of_tensors_may_reserve_more_than_the_budget(
