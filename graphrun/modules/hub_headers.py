@@ -30,7 +30,7 @@ from graphrun.limits import LIMITS
 from graphrun.modules import hub
 from graphrun.modules.bitsandbytes_files import is_state, without_shape
 from graphrun.modules.gguf import has_whole_header
-from graphrun.modules.source_files import variant_of
+from graphrun.modules.source_files import split_source, variant_of
 from graphrun.reading import parse_json, path_inside
 
 FIRST_BYTES = 1 << 15  # of the first request for a header: most have less
@@ -91,12 +91,9 @@ def stand_in(repository: str, snapshot: Path) -> Path:
     from huggingface_hub import hf_hub_url
 
     commit = snapshot.name
-    try:
-        sizes = hub.look(repository, commit).sizes
-    except GraphError as error:
-        if hub.is_unreachable(error.__cause__):
-            return snapshot
-        raise
+    if (listing := _listing(repository, commit)) is None:
+        return snapshot
+    sizes = listing.sizes
     remotes = [
         _RemoteFile(name, sizes[name], hf_hub_url(repository, name, revision=commit))
         for name in weight_files(sizes)
@@ -119,6 +116,40 @@ def stand_in(repository: str, snapshot: Path) -> Path:
     except OSError as error:
         raise InputError(f"{_root().name} cannot be written: {error.strerror or error}") from error
     return folder
+
+
+@cache
+def gguf_stand_in(source: str, file_line: str) -> Path | None:
+    """Return a stand-in of the GGUF file ``source`` in a repository.
+
+    None for a path, for a file that is not in its repository, and without a network. Raises
+    GraphError at ``file_line`` if the hub refuses.
+    """
+    from huggingface_hub import hf_hub_url
+
+    if Path(source).is_absolute():
+        return None
+    repository, revision, name = split_source(source)
+    listing = _listing(repository, revision, file_line)
+    if listing is None or name not in listing.sizes:
+        return None
+    url = hf_hub_url(repository, name, revision=listing.commit)
+    remote = _RemoteFile(name, listing.sizes[name], url)
+    with hub.explained(f"the header of {source}", repository, revision, file_line):
+        header = _header(remote)
+    target = path_inside(Path(tempfile.mkdtemp(dir=_root().name)), name, f"{repository} lists")
+    _write_sparse(target, [(0, header)], remote.size)
+    return target
+
+
+def _listing(repository: str, revision: str | None, file_line: str = "") -> hub.Listing | None:
+    """Return `hub.look`; None if the hub cannot be reached."""
+    try:
+        return hub.look(repository, revision, file_line)
+    except GraphError as error:
+        if hub.is_unreachable(error.__cause__):
+            return None
+        raise
 
 
 def weight_files(names: Iterable[str]) -> list[str]:

@@ -4,6 +4,7 @@ for the same folder on disk, and the hub sends kilobytes."""
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -302,6 +303,37 @@ def test_without_a_network_fit_names_a_folder_as_the_way(
     code, output, err = graphrun("fit", "org/name", *LAPTOP)
     assert (code, output) == (2, "")
     assert "without a network, give a folder" in " ".join(err.split())
+
+
+@pytest.mark.sweep("more")
+def test_the_screen_names_what_was_planned_without_headers(
+    classic: Hub, graphrun: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With configurations in the hub's cache, from an earlier command, and no network."""
+    for endpoint, names in ((constants.ENDPOINT, ""), ("http://127.0.0.1:9", "unet, ")):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        code, output, err = graphrun("fit", "org/name", *LAPTOP)
+        assert code == 0, err
+        notes = " ".join(json.loads(output)["notes"])
+        assert ("planned by the configuration alone" in notes) is bool(names)
+        assert names in notes
+
+
+@pytest.mark.sweep("more")
+def test_the_command_of_a_repository_with_only_gguf_files_plans(
+    graphrun: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = contents(gguf_only(tmp_path))
+    with Hub({"org/name": Repository({COMMIT: files}, {"main": COMMIT})}) as hub:
+        connect(hub, tmp_path / "hub", monkeypatch)
+        code, output, err = graphrun("fit", "org/name", *LAPTOP)
+        assert code == 0, err
+        for command in json.loads(output)["choices"][0]["command"].split(" && "):
+            code, output, err = graphrun(*shlex.split(command)[1:])
+            assert code == 0, err
+        ranges = [text for _, path, text in hub.requests if path.endswith(".gguf")]
+        assert ranges
+        assert all(ranges), "only its header was fetched"
 
 
 def test_a_header_that_is_damaged_is_named(classic: Hub, graphrun: Cli) -> None:
