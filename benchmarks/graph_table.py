@@ -2,17 +2,24 @@
 
     python benchmarks/graph_table.py [NAME ...]    all graphs, or the named ones; others keep their
                                                    lines
+    python benchmarks/graph_table.py --fits        the table of choices, from `graphrun fit`, and
+                                                   benchmarks/results/fits.json
 
 The table: every reference graph's predicted time and peak at four budgets on an RTX 4090, and its
-weights in GiB. Needs no weights and no GPU. Pyramid-Flow's code is no package: its rows need its
-folder on PYTHONPATH.
+weights in GiB. The choices: the first of ``graphrun fit GRAPH --card CARD --ram RAM --json``, with
+dry runs in a cache, as they are in a wheel. Needs no weights and no GPU. Pyramid-Flow's code is no
+package: its rows need its folder on PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +30,18 @@ from page_text import folded
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "graphs.md"
 FIGURES = ROOT / "graphs" / "figures.json"
+FITS = ROOT / "benchmarks" / "results" / "fits.json"
+FIT_CARDS, FIT_RAM = {"rtx4060laptop": 8, "rtx4070": 12, "rtx5060ti": 16}, (16, 32, 64)  # GiB
+FIT_NAMES = (
+    "flux-dev",
+    "flux2-klein",
+    "z-image",
+    "sdxl",
+    "sd35-large",
+    "qwen-image",
+    "wan22-t2v",
+    "hidream",
+)
 # packages that must be on Python's path
 CODE = {"pyramid-flow": ("pyramid_dit", "video_vae", "diffusion_schedulers")}
 HARDWARE = "rtx4090"
@@ -108,9 +127,87 @@ sd21-upscaled decodes 2048 pixels; with
 torchvision to run, not to plan.
 - Missing: LTX-2.5 (the attention of its decoder takes 332,191 GiB unless it is compiled), \
 GLM-Image (its language model writes 1,281 tokens, with a call of all layers for each), Anima (its \
-transformer needs torchvision, also to plan), Wan-Animate 2, Kolors (needs sentencepiece and its \
-vocabulary), Cosmos 2.5 (needs a checker whose configuration diffusers does not have).
+transformer needs torchvision, also to plan), Wan-Animate 2 (not yet written), Kolors (needs \
+sentencepiece and its vocabulary), Cosmos 2.5 (needs a checker whose configuration diffusers does \
+not have).
 """
+
+
+FITS_TITLE = "\n## On cards that people have\n"
+FITS_HEAD = f"""{FITS_TITLE}
+The first choice of `graphrun fit GRAPH --card CARD --ram RAM` with the RTX 4060 laptop (8 GiB), \
+4070 (12) and 5060 Ti (16): what to allow, predicted seconds of one run from files, and enough VRAM
++ RAM for weights in GiB. A choice that keeps the picture (16-bit) comes first unless another is \
+25 % faster.
+
+"""
+FITS_TAIL = """
+Each took {seconds} CPU seconds with a wheel's dry run, and {cached} from the cache (two shared \
+EPYC cores under load, at most half as fast as a desktop's), by \
+`python benchmarks/graph_table.py --fits`.
+"""
+
+
+def fit_of(name: str, card: str, ram_gib: int, cache: str) -> tuple[list[dict[str, Any]], float]:
+    """Return the choices of ``graphrun fit`` and the user seconds that the command took."""
+    words = ("-m", "graphrun", "fit", name, "--card", card, "--ram", f"{ram_gib}G", "--json")
+    start = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    answer = subprocess.run(
+        (sys.executable, *words),
+        env={**os.environ, "XDG_CACHE_HOME": cache},
+        stdout=subprocess.PIPE,
+        check=False,
+        text=True,
+    )
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start
+    return json.loads(answer.stdout)["choices"], round(seconds, 2)
+
+
+def measure_fits() -> None:
+    """Write FITS: the first choice of each graph on each machine, and seconds of the command."""
+    rows = list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as cache:
+        for name in FIT_NAMES:
+            fit_of(name, "rtx4090", 128, cache)  # makes the dry run
+            for card in FIT_CARDS:
+                for ram_gib in FIT_RAM:
+                    choices, seconds = fit_of(name, card, ram_gib, cache)
+                    row = {"graph": name, "card": card, "ram_gib": ram_gib, "cpu_seconds": seconds}
+                    if ram_gib == FIT_RAM[0]:
+                        row["cached_cpu_seconds"] = fit_of(name, card, ram_gib, cache)[1]
+                    rows.append({**row, "choices": choices[:1]})
+                    FITS.write_text(json.dumps(rows, indent=1) + "\n")
+                    print(name, card, ram_gib, fit_cell(choices), seconds, flush=True)
+
+
+def fit_cell(choices: Sequence[dict[str, Any]]) -> str:
+    """Return the first choice as a cell: format, seconds, VRAM + RAM."""
+    if not choices:
+        return "-"
+    best = choices[0]
+    sizes = (f"{best[key] / 2**30:.0f}" for key in ("enough_vram_bytes", "enough_ram_bytes"))
+    return f"{','.join(best['allow']) or '16-bit'} {best['seconds']:.0f}, {'+'.join(sizes)}"
+
+
+def fits_table() -> str:
+    """Return the section with the choices in FITS; "" if they were not measured."""
+    if not FITS.is_file():
+        return ""
+    rows = json.loads(FITS.read_text())
+    cells = {(row["graph"], row["card"], row["ram_gib"]): fit_cell(row["choices"]) for row in rows}
+    machines = [(card, ram_gib) for card in FIT_CARDS for ram_gib in FIT_RAM]
+    head = [f"{FIT_CARDS[card]} / {ram_gib} GiB" for card, ram_gib in machines]
+    lines = [f"| graph | {' | '.join(head)} |", f"|---{'|---' * len(machines)}|"]
+    for name in FIT_NAMES:
+        lines.append(f"| {name} | {' | '.join(cells[name, *machine] for machine in machines)} |")
+    seconds = _range([row["cpu_seconds"] for row in rows])
+    cached = _range([row["cached_cpu_seconds"] for row in rows if "cached_cpu_seconds" in row])
+    tail = FITS_TAIL.format(seconds=seconds, cached=cached)
+    return FITS_HEAD + "\n".join(lines) + "\n" + tail
+
+
+def _range(numbers: Sequence[float]) -> str:
+    return f"{min(numbers):.1f} to {max(numbers):.1f}"
 
 
 def weights_cell(name: str) -> str:
@@ -182,18 +279,23 @@ def plan_cells(name: str) -> list[str]:
 
 def cells_of(text: str) -> dict[str, list[str]]:
     """Return the cells of the rows by graph, as they are in the document."""
-    rows = (line.removeprefix("| ").removesuffix(" |").split(" | ") for line in text.splitlines())
+    table = text.partition(FITS_TITLE)[0]
+    rows = (line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines())
     return {name: cells for name, *cells in rows if name in NAMES}
 
 
 def document(rows: dict[str, list[str]]) -> str:
     lines = (f"| {' | '.join([name, *rows[name]])} |\n" for name in NAMES if name in rows)
-    return folded(HEAD + "".join(lines) + TAIL)
+    return folded(HEAD + "".join(lines) + TAIL + fits_table())
 
 
 def main(names: list[str]) -> None:
     """Rewrite the rows of ``names``; by default of all graphs."""
     rows = cells_of(TABLE.read_text()) if TABLE.is_file() else {}
+    if names == ["--fits"]:
+        measure_fits()
+        TABLE.write_text(document(rows))
+        return
     absent = [
         name
         for name, packages in CODE.items()

@@ -436,7 +436,8 @@ def _key(
 
 
 def _sources(graph: Graph, *, shipped: bool) -> list[Any] | None:
-    """Return the state of a graph's local sources; None if a required configuration is not here.
+    """Return the state of a graph's local sources; None if a required configuration or GGUF file is
+    not here.
 
     It has contents of configurations, and sizes and modification times of weights. ``shipped``:
     without the times of files that graphrun ships, which differ from machine to machine.
@@ -450,7 +451,7 @@ def _sources(graph: Graph, *, shipped: bool) -> list[Any] | None:
     for c in graph.components.values():
         paths = [path for source in c.sources if (path := local_place(source)) is not None]
         config = None if c.has_config else config_file(c.source)
-        if not c.has_config and config is None:
+        if (not c.has_config and config is None) or (c.gguf and local_place(c.gguf) is None):
             return None
         text = read_text(config) if config is not None else ""
         states.append(

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from campaign import sampled
 
+from graphrun.solve.linear import ROUGH_GAP
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "graphs.md").read_text()
 LEFT_OUT = ("shapes", "pyramid-flow")  # trained here; code that is no package
@@ -44,3 +46,22 @@ def test_the_listed_figures_are_those_of_the_table(table: Any, name: str) -> Non
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_documented_times_and_peaks_are_predicted(table: Any, name: str) -> None:
     assert table.plan_cells(name) == table.cells_of(TEXT)[name][:-1]
+
+
+def test_the_documented_choices_are_those_that_were_measured(table: Any) -> None:
+    assert table.folded(table.fits_table()).strip() in TEXT
+
+
+def test_no_choice_is_worse_with_more_memory_or_takes_the_systems(table: Any) -> None:
+    """Seconds of the same format rise by no more than the gap of the search."""
+    rows = json.loads(table.FITS.read_text())
+    assert len(rows) == len(table.FIT_NAMES) * len(table.FIT_CARDS) * len(table.FIT_RAM)
+    seconds: dict[tuple[str, str, str], float] = {}
+    for row in rows:
+        for best in row["choices"]:
+            assert best["enough_ram_bytes"] <= (row["ram_gib"] - 4) * 2**30
+            assert best["enough_vram_bytes"] <= table.FIT_CARDS[row["card"]] * 2**30
+            assert best["download_bytes"] > 5e9
+            key = row["graph"], row["card"], str(best["allow"])
+            assert best["seconds"] <= (1 + ROUGH_GAP) * seconds.get(key, best["seconds"]), row
+            seconds[key] = min(best["seconds"], seconds.get(key, best["seconds"]))

@@ -26,7 +26,7 @@ from graphrun.cli.terminal import alive, width
 from graphrun.devices import hardware_for
 from graphrun.errors import InputError
 from graphrun.graph.shipped import shipped_graphs
-from graphrun.units import parse_seconds
+from graphrun.units import GIB, parse_seconds, parse_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -44,10 +44,13 @@ RamOf = Annotated[
     str,
     typer.Option(
         "--ram",
-        help="RAM of that machine for weights: 16G; auto: this machine's.",
+        help="RAM of that machine: 16G (4 GiB are left to the system); auto: free here.",
         metavar="SIZE",
     ),
 ]
+
+
+SYSTEM_BYTES = 4 * GIB  # of RAM, for the system, a browser, and what a run takes beside weights
 
 
 @app.command("fit")
@@ -86,9 +89,9 @@ def fit_command(
         cache_folder(no_cache),
         parse_seconds(want, name="--want") if want else None,
     )
-    hardware = card_called(card, cache)
+    hardware, ram = card_called(card, cache), ram_for_weights(ram)
     inputs = dict(pair("--set", text, may_be_empty=True) for text in set_ or [])
-    with _graph_file(model, trust_package) as file:
+    with _graph_file(model, trust_package) as (file, notes):
         graph = api.load(file, trust=trust_package or ())
         rows = choices_for(graph, hardware, vram, ram, cache, inputs)
     trusted = [word for name in trust_package or [] for word in ("--trust-package", name)]
@@ -110,6 +113,7 @@ def fit_command(
         "hardware": hardware.name,
         "basis": hardware.basis,
         "want_seconds": limit_seconds,
+        "notes": [*budget_notes(hardware, vram, ram), *notes],
         "choices": rows,
     }
     show(summary, as_json, fit_screen(summary, width()))
@@ -128,6 +132,30 @@ def card_called(name: str | None, cache: Path | None) -> Hardware:
     return hardware
 
 
+def ram_for_weights(ram: str) -> str:
+    """Return the RAM budget for weights, as text, on a machine with ``ram``.
+
+    A size has SYSTEM_BYTES or a quarter less; ``auto`` and shares of it are of free RAM already.
+    """
+    if ram == "auto" or ram.strip().endswith("%"):
+        return ram
+    nbytes = parse_size(ram, name="--ram")
+    return _gib(nbytes - min(SYSTEM_BYTES, nbytes // 4))
+
+
+def budget_notes(hardware: Hardware, vram: str | None, ram: str) -> list[str]:
+    """Return what a screen says about the budgets of `choices_for`."""
+    from graphrun.cli.planning import desktop_note
+
+    notes = [] if ram == "auto" else [f"--ram {ram}: RAM for weights; the rest is the system's"]
+    budget_bytes = (
+        hardware.capacity_bytes
+        if vram is None
+        else parse_size(vram, whole_bytes=hardware.capacity_bytes, name="--vram")
+    )
+    return notes + list(filter(None, [desktop_note(hardware, budget_bytes)]))
+
+
 def choices_for(
     graph: Graph,
     hardware: Hardware,
@@ -136,7 +164,8 @@ def choices_for(
     cache: Path | None,
     inputs: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the choices of `graphrun.fitting.fit`. ``vram``: None is all of the card."""
+    """Return the choices of `graphrun.fitting.fit`. ``vram``: None is all of the card; ``ram``: the
+    budget for weights."""
     from graphrun.fitting import fit
 
     with solving(), alive(f"what fits of {graph.name}"):
@@ -150,10 +179,11 @@ def _is_graph(model: str) -> bool:
 
 
 @contextmanager
-def _graph_file(model: str, trust: list[str] | None) -> Iterator[Path]:
-    """Provide the graph file of ``model``; import a folder or repository without weights."""
+def _graph_file(model: str, trust: list[str] | None) -> Iterator[tuple[Path, list[str]]]:
+    """Provide the graph file of ``model``, and what a screen says about it; import a folder or
+    repository without weights."""
     if _is_graph(model):
-        yield Path(model)
+        yield Path(model), []
         return
     from graphrun.diffusers_.importing.imported import ImportOptions, import_source
 
@@ -164,7 +194,9 @@ def _graph_file(model: str, trust: list[str] | None) -> Iterator[Path]:
             description = imported.description.from_headers()
             file = Path(folder) / f"{description.name}.yaml"
             replace(imported, description=description).write(file, overwrite=False)
-        yield file
+        names = ", ".join(imported.description.without_headers())
+        text = f"{names}: planned by the configuration alone, without a header of the weights"
+        yield file, [text] if names else []
 
 
 def _gib(nbytes: int) -> str:

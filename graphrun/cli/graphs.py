@@ -18,7 +18,14 @@ from graphrun.cli.common import (
     show,
     write_or_print,
 )
-from graphrun.cli.fitting import Card, RamOf, card_called, choices_for
+from graphrun.cli.fitting import (
+    Card,
+    RamOf,
+    budget_notes,
+    card_called,
+    choices_for,
+    ram_for_weights,
+)
 from graphrun.cli.options import NoCache, PlanOptions, TextFile, option, shared
 from graphrun.cli.terminal import width
 from graphrun.devices import hardware_for
@@ -119,14 +126,22 @@ def _list_fits(card: str, ram: str, vram: str | None, cache: Path | None, as_jso
     from graphrun.report.fit_screen import fits_screen
 
     hardware, rows = card_called(card, cache), list[dict[str, Any]]()
+    budget = ram_for_weights(ram)
     for name in shipped_graphs():
         if "source" not in read_document(graph_file(name)).data or name == "shapes":
             continue
         row: dict[str, Any] = {"name": name, "best": None}
         try:
-            row["best"] = next(iter(choices_for(api.load(name), hardware, vram, ram, cache)), None)
+            choices = choices_for(api.load(name), hardware, vram, budget, cache)
+            row["best"] = next(iter(choices), None)
         except GraphrunError as error:  # such as code that only the caller may trust
             row["error"] = str(error)
         rows.append(row)
-    summary = {"hardware": hardware.name, "basis": hardware.basis, "graphs": rows}
+    summary = {
+        "hardware": hardware.name,
+        "basis": hardware.basis,
+        "ram": ram,
+        "notes": budget_notes(hardware, vram, budget),
+        "graphs": rows,
+    }
     show(summary, as_json, fits_screen(summary, width()))

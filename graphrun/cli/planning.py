@@ -303,7 +303,7 @@ def look(
         verbose,
         product,
         _run_command(graph_plan, graph, options, output_file or graph_plan.plan_file, reuse),
-        _desktop_note(problem),
+        desktop_note(problem.hardware, problem.budget_bytes),
         suggestion,
         suggestion_command,
         (
@@ -341,11 +341,11 @@ def _run_command(
     )
 
 
-def _desktop_note(problem: Problem) -> str:
+def desktop_note(hardware: Hardware, budget_bytes: int) -> str:
     """Return what a desktop leaves of the budget's card; "" if it is not known, or enough."""
     from graphrun.profile.hardware import free_range_with_desktop
 
-    if (free_range := free_range_with_desktop(problem.hardware, problem.budget_bytes)) is None:
+    if (free_range := free_range_with_desktop(hardware, budget_bytes)) is None:
         return ""
     minimum, maximum = (f"{nbytes / GIB:g}" for nbytes in free_range)
     return (

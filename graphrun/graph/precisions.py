@@ -2,6 +2,7 @@
 
     int8, nf4        bitsandbytes; read from files in that precision, else quantized when read
     fp8              one byte per weight; read from files in that precision, else cast when read
+    int8wo, fp8wo    torchao, with one byte per weight; read from files in that precision
     gguf             the GGUF file under ``gguf:``
     Q4_K_S, Q8_0...  a published GGUF file under ``checkpoints:``, by the name of its mix of types
 
@@ -37,13 +38,14 @@ GGUF_BLOCKS: Mapping[str, tuple[int, int]] = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
-QUANTIZED = ("int8", "nf4", "fp8", "gguf", *GGUF_MIXES)
+ONLY_IN_FILES = ("int8wo", "fp8wo")  # torchao's: nothing is quantized to them
+QUANTIZED = ("int8", "nf4", "fp8", *ONLY_IN_FILES, "gguf", *GGUF_MIXES)
 # names for all precisions of about so many bits per weight
 CLASSES: Mapping[str, tuple[str, ...]] = {
     "4bit": ("nf4", *(name for name in GGUF_MIXES if name.startswith("Q4"))),
     "5bit": tuple(name for name in GGUF_MIXES if name.startswith("Q5")),
     "6bit": ("Q6_K",),
-    "8bit": ("int8", "fp8", "Q8_0"),
+    "8bit": ("int8", "fp8", *ONLY_IN_FILES, "Q8_0"),
 }
 
 

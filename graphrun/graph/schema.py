@@ -38,7 +38,9 @@ ClassPath = Annotated[str, StringConstraints(pattern=_CLASS_PATH)]
 Text = Annotated[str, StringConstraints(min_length=1, pattern=_TEXT)]
 Scalar = str | bool | int | float
 Dtype = Literal["bfloat16", "float16", "float32"]
-Precision = Literal["bfloat16", "float16", "float32", "fp8", "int8", "nf4", "gguf"]
+Precision = Literal[
+    "bfloat16", "float16", "float32", "fp8", "int8", "nf4", "int8wo", "fp8wo", "gguf"
+]
 Format = Literal[
     "fp8",
     "int8",

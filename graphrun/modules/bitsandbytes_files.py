@@ -16,8 +16,10 @@ elements.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,21 @@ _STATE_BYTES = 1 << 16  # limit of a state, which takes some hundred bytes
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A quantized weight in files: its precision, its shape [out in], and its tensors by field.
-    ``names``: of these tensors in the files."""
+
+    ``dequantize``: returns the numbers of these tensors, in a shape and a dtype. ``names``: of the
+    tensors in the files. A shape of one size is open: that many elements, or one less.
+    """
 
     precision: str
     shape: tuple[int, ...]
     fields: Mapping[str, Piece]
-    names: tuple[str, ...] = field(default=())
+    dequantize: Callable[[Mapping[str, torch.Tensor], tuple[int, ...], torch.dtype], torch.Tensor]
+    names: tuple[str, ...] = ()
+
+    def shaped(self, shape: tuple[int, ...]) -> PackedWeight:
+        """Return the weight in ``shape`` if its own is open and has as many elements."""
+        is_open = len(self.shape) == 1 and math.prod(shape) in (self.shape[0], self.shape[0] - 1)
+        return replace(self, shape=shape) if is_open else self
 
     def plain(self, name: str, dtype: str) -> Piece:
         """Return the weight ``name`` as numbers in ``dtype``, computed when it is read."""
@@ -53,7 +64,7 @@ class PackedWeight:
                 count = len(piece.leaves)
                 tensors[key] = piece.make(rest[:count])
                 rest = rest[count:]
-            return _dequantized(self.precision, tensors, self.shape, getattr(torch, dtype))
+            return self.dequantize(tensors, self.shape, getattr(torch, dtype))
 
         return Derivation(name, dtype, self.shape, leaves, make)
 
@@ -66,6 +77,17 @@ def field_name(weight: str, key: str) -> str:
 def is_state(name: str) -> bool:
     """Return whether ``name`` is that of a quantized weight's state in a file."""
     return _STATE in name
+
+
+def without_shape(state: bytes) -> bytes:
+    """Return the ``state`` of a weight with an open shape, which is no longer than the state of any
+    weight that was quantized with the same settings."""
+    try:
+        settings = parse_json(state)
+        nested = {"nested_offset": 0} if "nested_offset" in settings else {}
+        return json.dumps({**settings, "shape": None, **nested}).encode()
+    except (ValueError, TypeError):
+        return state  # damaged: for its reader to report
 
 
 def packed_weights(tensors: Mapping[str, Stored]) -> dict[str, PackedWeight]:
@@ -87,13 +109,14 @@ def packed_weights(tensors: Mapping[str, Stored]) -> dict[str, PackedWeight]:
 
 def _nf4(weight: str, kind: str, state_key: str, tensors: Mapping[str, Stored]) -> PackedWeight:
     state = _read_state(tensors[state_key])
-    shape, block = tuple(state["shape"]), state["blocksize"]
+    data, absmax, code = (tensors[f"{weight}{suffix}"] for suffix in ("", _ABSMAX, _CODE))
+    block, is_open = state["blocksize"], state["shape"] is None
+    shape = (2 * data.nbytes,) if is_open else tuple(state["shape"])
     if kind != "nf4" or state["quant_type"] != "nf4" or block != BLOCK:
         raise ValueError(f"{weight} is {kind} in blocks of {block}; nf4 in blocks of {BLOCK} works")
-    if len(shape) != 2 or any(type(size) is not int or size <= 0 for size in shape):
+    if len(shape) != 2 - is_open or any(type(size) is not int or size <= 0 for size in shape):
         raise ValueError(f"{weight} has the shape {list(shape)}, and a weight has two sizes")
-    data, absmax, code = (tensors[f"{weight}{suffix}"] for suffix in ("", _ABSMAX, _CODE))
-    count = shape[0] * shape[1]
+    count = math.prod(shape)
     expected_shapes = {
         weight: (data, "uint8", -(-count // 2)),
         f"{weight}{_CODE}": (code, "float32", 16),
@@ -116,9 +139,8 @@ def _nf4(weight: str, kind: str, state_key: str, tensors: Mapping[str, Stored]) 
             raise ValueError(
                 f"{name} is {list(tensor.shape)} {tensor.dtype}, not {elements} of {dtype}"
             )
-    return PackedWeight(
-        "nf4", shape, {"data": data, "absmax": statistics, "code": code}, tuple(names)
-    )
+    fields = {"data": data, "absmax": statistics, "code": code}
+    return PackedWeight("nf4", shape, fields, _nf4_numbers, tuple(names))
 
 
 def _int8(weight: str, scales_key: str, tensors: Mapping[str, Stored]) -> PackedWeight:
@@ -129,7 +151,8 @@ def _int8(weight: str, scales_key: str, tensors: Mapping[str, Stored]) -> Packed
         raise ValueError(f"{scales_key} is {list(scales.shape)} {scales.dtype}, not fp32 per row")
     names = [weight, scales_key]
     names += [name for name in (f"{weight}_format",) if name in tensors]
-    return PackedWeight("int8", data.shape, {"CB": data, "SCB": scales}, tuple(names))
+    fields = {"CB": data, "SCB": scales}
+    return PackedWeight("int8", data.shape, fields, _int8_numbers, tuple(names))
 
 
 def _read_state(tensor: Stored) -> dict[str, Any]:
@@ -176,15 +199,20 @@ def _unnested(state: Mapping[str, Any]) -> Callable[[Sequence[torch.Tensor]], to
     return make
 
 
-def _dequantized(
-    precision: str, fields: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype
+def _int8_numbers(
+    fields: Mapping[str, torch.Tensor], _: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the numbers of a weight, as bitsandbytes dequantizes it."""
     from bitsandbytes import functional
 
-    if precision == "int8":
-        numbers: torch.Tensor = functional.int8_vectorwise_dequant(fields["CB"], fields["SCB"])
-        return numbers.to(dtype)
+    numbers: torch.Tensor = functional.int8_vectorwise_dequant(fields["CB"], fields["SCB"])
+    return numbers.to(dtype)
+
+
+def _nf4_numbers(
+    fields: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    from bitsandbytes import functional
+
     state = functional.QuantState(
         absmax=fields["absmax"],
         shape=torch.Size(shape),

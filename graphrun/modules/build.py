@@ -32,7 +32,7 @@ from graphrun.errors import GraphError, GraphrunError
 from graphrun.graph.document import read_json
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component, Part
-from graphrun.graph.precisions import QUANTIZED, is_gguf
+from graphrun.graph.precisions import ONLY_IN_FILES, QUANTIZED, is_gguf
 from graphrun.graph.values import did_you_mean
 from graphrun.limits import require
 from graphrun.modules.adapters import adapter_tensors, add_ip_adapters
@@ -309,6 +309,12 @@ def draft(component: Component, graph: Graph, precision: str) -> tuple[nn.Module
             for path, layer in quantizable_layers(module, dtype).items()
         }
         if precision not in as_stored(content, weights):
+            if precision in ONLY_IN_FILES:
+                raise refusal(
+                    component,
+                    f"{precision} is read from files that torchao quantized, and its source has "
+                    "none: take another precision",
+                )
             shapes = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
         replace_layers(module, precision, dtype, content)
     return module, Writer(source, precision, shapes, buffers, adapters, deltas)

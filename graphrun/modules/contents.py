@@ -6,8 +6,8 @@ A tensor is used as stored, or computed from stored tensors.
                                                                      checked
     fp8 with scales             weight and scale stay separate in precision fp8; otherwise the
                                 weight is their product
-    nf4 and int8                weights that bitsandbytes quantized stay so in that precision;
-                                otherwise the weight is dequantized when it is read
+    nf4, int8, int8wo, fp8wo    weights that bitsandbytes or torchao quantized stay so in that
+                                precision; otherwise the weight is dequantized when it is read
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from torch import nn
 
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.parts import Component
-from graphrun.graph.precisions import GGUF_MIXES, QUANTIZED, is_gguf
+from graphrun.graph.precisions import GGUF_MIXES, ONLY_IN_FILES, QUANTIZED, is_gguf
 from graphrun.modules.bitsandbytes_files import PackedWeight, field_name, packed_weights
 from graphrun.modules.classes import refusal
 from graphrun.modules.conversions import Derivation, Piece, SymbolicTensors, converted
 from graphrun.modules.gguf import dequantized, gguf_tensors, shape_of
 from graphrun.modules.quantize import convert, quantizable_layers
 from graphrun.modules.source_files import Stored, stored_tensors
+from graphrun.modules.torchao_files import torchao_weights
 
 FP8 = "float8_e4m3fn"
 # suffixes of the scale of ``x.weight`` in fp8 files: ComfyUI's scaled fp8, and its later layouts
@@ -43,8 +44,9 @@ class Content:
     """The tensors in a component's files, for its module.
 
     ``pieces``: by the module's names; a tied tensor is under each of its names. ``scales``: of fp8
-    weights, [out 1], by the weight's name. ``packed``: weights that bitsandbytes quantized, by the
-    weight's name; ``pieces`` has them as numbers. ``tensors``: all tensors in the files.
+    weights, [out 1], by the weight's name. ``packed``: weights that were saved quantized by
+    bitsandbytes or torchao, by the weight's name; ``pieces`` has them as numbers. ``tensors``: all
+    tensors in the files.
     """
 
     place: Path
@@ -114,8 +116,8 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
     pieces = {name: symbols.piece(name, tensor) for name, tensor in module_tensors.items()}
     state = module.state_dict(keep_vars=True)
     module_packed = {
-        name: packed[file_name]
-        for name in state
+        name: packed[file_name].shaped(tuple(tensor.shape))
+        for name, tensor in state.items()
         if (file_name := name_in_file(name, module, packed)) in packed
     }
     pieces |= {name: weight.plain(name, component.dtype) for name, weight in module_packed.items()}
@@ -135,8 +137,8 @@ def content_of(component: Component, module: nn.Module, place: Path, precision: 
 def _unpacked_and_packed(
     file_tensors: Sequence[Stored], place: Path, component: Component
 ) -> tuple[dict[str, Stored], dict[str, PackedWeight]]:
-    """Return the tensors that torch can compute with, by name, and the weights that bitsandbytes
-    quantized. Raises GraphError for others."""
+    """Return the tensors that torch can compute with, by name, and the weights that bitsandbytes or
+    torchao quantized. Raises GraphError for others."""
     for tensor in file_tensors:
         if not hasattr(torch, tensor.dtype):
             raise refusal(
@@ -145,7 +147,7 @@ def _unpacked_and_packed(
             )
     by_name = {tensor.name: tensor for tensor in file_tensors}
     try:
-        packed = packed_weights(by_name)
+        packed = packed_weights(by_name) | torchao_weights(by_name)
     except (ValueError, KeyError, TypeError, OSError, InputError) as error:
         problem = f"{place} has a quantized weight that cannot be read: {error}"
         raise refusal(component, problem) from error
@@ -173,7 +175,7 @@ def _refuse_other_shapes(
 
 def as_stored(content: Content, weights: Collection[str]) -> tuple[str, ...]:
     """Return the precisions that need no quantization, because the files store ``weights`` in them:
-    gguf with the mixes of GGUF files, nf4, int8, fp8 or none."""
+    gguf with the mixes of GGUF files, nf4, int8, int8wo, fp8wo, fp8 or none."""
     if content.quantized:
         return ("gguf", *GGUF_MIXES)
     if content.packed:
@@ -213,7 +215,11 @@ def read_as(
     }
     for name, weight in content.packed.items():
         if name in layers and weight.precision == precision:
-            pieces |= {field_name(name, key): piece for key, piece in weight.fields.items()}
+            layer = name.removesuffix("weight")
+            pieces |= {
+                f"{layer}{key}" if precision in ONLY_IN_FILES else field_name(name, key): piece
+                for key, piece in weight.fields.items()
+            }
     for name, scale in content.scales.items():
         if name in layers:
             pieces[scale_name(name)] = scale

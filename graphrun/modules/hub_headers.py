@@ -5,9 +5,10 @@
     transformer/x.safetensors     --byte ranges-->  a sparse file of the same size: the header
     transformer/x.gguf              the same        the same
 
-A plan needs names, types and shapes of tensors, which are in the headers. The states of
-bitsandbytes' nf4 weights have the shapes of these weights, and are fetched too. Stand-ins are for
-planning: a run would read zeros. They are deleted when the process ends.
+A plan needs names, types and shapes of tensors, which are in the headers. bitsandbytes stores the
+settings of each nf4 weight beside it, in a state that differs in the shape only. Of a file with
+such states one is fetched, and stands for the others without its shape, which the configuration
+has. Stand-ins are for planning: a run would read zeros. They are deleted when the process ends.
 
 huggingface_hub's `parse_safetensors_file_metadata` is not used: its result has no length of the
 header, and it reads no GGUF.
@@ -27,13 +28,12 @@ from pathlib import Path
 from graphrun.errors import GraphError, InputError
 from graphrun.limits import LIMITS
 from graphrun.modules import hub
-from graphrun.modules.bitsandbytes_files import is_state
+from graphrun.modules.bitsandbytes_files import is_state, without_shape
 from graphrun.modules.gguf import has_whole_header
-from graphrun.modules.source_files import variant_of
+from graphrun.modules.source_files import split_source, variant_of
 from graphrun.reading import parse_json, path_inside
 
 FIRST_BYTES = 1 << 15  # of the first request for a header: most have less
-MERGE_BYTES = 1 << 14  # ranges at most so far apart are one request
 THREADS = 8  # requests at a time, as many as huggingface_hub's downloads
 TIMEOUT_SECONDS = 10  # of the hub's answer, as in huggingface_hub
 
@@ -91,12 +91,9 @@ def stand_in(repository: str, snapshot: Path) -> Path:
     from huggingface_hub import hf_hub_url
 
     commit = snapshot.name
-    try:
-        sizes = hub.look(repository, commit).sizes
-    except GraphError as error:
-        if hub.is_unreachable(error.__cause__):
-            return snapshot
-        raise
+    if (listing := _listing(repository, commit)) is None:
+        return snapshot
+    sizes = listing.sizes
     remotes = [
         _RemoteFile(name, sizes[name], hf_hub_url(repository, name, revision=commit))
         for name in weight_files(sizes)
@@ -108,26 +105,51 @@ def stand_in(repository: str, snapshot: Path) -> Path:
         hub.explained(f"the headers of {repository}", repository, commit),
         ThreadPoolExecutor(THREADS) as pool,
     ):
-        headers = list(pool.map(_header, remotes))
-        ranges = [
-            (remote, begin, end)
-            for remote, header in zip(remotes, headers, strict=True)
-            for begin, end in _state_ranges(remote, header)
-        ]
-        states = list(pool.map(lambda item: item[0].read(*item[1:]), ranges))
-    pieces = {remote.path: [(0, header)] for remote, header in zip(remotes, headers, strict=True)}
-    for (remote, begin, _), state in zip(ranges, states, strict=True):
-        pieces[remote.path].append((begin, state))
+        pieces = list(pool.map(_pieces, remotes))
     try:
         folder = Path(tempfile.mkdtemp(dir=_root().name), repository, commit)
         for path in (path for path in snapshot.rglob("*") if path.is_file()):
             _link(path.resolve(), folder / path.relative_to(snapshot))
-        for remote in remotes:
+        for remote, file_pieces in zip(remotes, pieces, strict=True):
             target = path_inside(folder, remote.path, f"{repository} lists")
-            _write_sparse(target, pieces[remote.path], remote.size)
+            _write_sparse(target, file_pieces, remote.size)
     except OSError as error:
         raise InputError(f"{_root().name} cannot be written: {error.strerror or error}") from error
     return folder
+
+
+@cache
+def gguf_stand_in(source: str, file_line: str) -> Path | None:
+    """Return a stand-in of the GGUF file ``source`` in a repository.
+
+    None for a path, for a file that is not in its repository, and without a network. Raises
+    GraphError at ``file_line`` if the hub refuses.
+    """
+    from huggingface_hub import hf_hub_url
+
+    if Path(source).is_absolute():
+        return None
+    repository, revision, name = split_source(source)
+    listing = _listing(repository, revision, file_line)
+    if listing is None or name not in listing.sizes:
+        return None
+    url = hf_hub_url(repository, name, revision=listing.commit)
+    remote = _RemoteFile(name, listing.sizes[name], url)
+    with hub.explained(f"the header of {source}", repository, revision, file_line):
+        header = _header(remote)
+    target = path_inside(Path(tempfile.mkdtemp(dir=_root().name)), name, f"{repository} lists")
+    _write_sparse(target, [(0, header)], remote.size)
+    return target
+
+
+def _listing(repository: str, revision: str | None, file_line: str = "") -> hub.Listing | None:
+    """Return `hub.look`; None if the hub cannot be reached."""
+    try:
+        return hub.look(repository, revision, file_line)
+    except GraphError as error:
+        if hub.is_unreachable(error.__cause__):
+            return None
+        raise
 
 
 def weight_files(names: Iterable[str]) -> list[str]:
@@ -156,6 +178,19 @@ def _root() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="graphrun-headers-")
 
 
+def _pieces(remote: _RemoteFile) -> list[tuple[int, bytes]]:
+    """Return (offset, bytes) of the parts of a weight file that its stand-in has."""
+    header = _header(remote)
+    if not (ranges := _state_ranges(remote, header)):
+        return [(0, header)]
+    (begin, end), *other_ranges = ranges
+    state = remote.read(begin, end)
+    pieces, general = [(0, header), (begin, state)], without_shape(state)
+    return pieces + [
+        (begin, general.ljust(end - begin)[: end - begin]) for begin, end in other_ranges
+    ]
+
+
 def _header(remote: _RemoteFile) -> bytes:
     """Return the beginning of a weight file up to the end of its header, or more. What is wrong
     with a header is for its reader to report."""
@@ -171,21 +206,15 @@ def _header(remote: _RemoteFile) -> bytes:
 
 
 def _state_ranges(remote: _RemoteFile, content: bytes) -> list[tuple[int, int]]:
-    """Return the ranges with the states of nf4 weights in a safetensors file with this header."""
+    """Return the range of each state of nf4 weights in a safetensors file with this header."""
     if remote.path.endswith(".gguf"):
         return []
     try:
         header = parse_json(content[8:])
         offsets = sorted(item["data_offsets"] for name, item in header.items() if is_state(name))
-        ranges = [(len(content) + begin, len(content) + end) for begin, end in offsets]
+        return [(len(content) + begin, len(content) + end) for begin, end in offsets]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []  # not a safetensors header
-    merged = list[tuple[int, int]]()
-    for begin, end in ranges:
-        if merged and begin - merged[-1][1] <= MERGE_BYTES:
-            begin = merged.pop()[0]
-        merged.append((begin, end))
-    return merged
 
 
 def _link(source: Path, target: Path) -> None:

@@ -1,6 +1,7 @@
 """Quantized linear layers: which layers are replaced, their tensors, and how weights are quantized.
 
-int8 and nf4 are those of bitsandbytes. CPU and meta only; weights come from a `sources.Source`.
+int8 and nf4 are those of bitsandbytes, int8wo and fp8wo those of torchao. CPU and meta only;
+weights come from a `sources.Source`.
 
     nf4     weight -> data [n/2 1] uint8 | absmax, fp32 per 64 elements | code, 16 values
                                                           computes in the component's dtype
@@ -8,6 +9,9 @@ int8 and nf4 are those of bitsandbytes. CPU and meta only; weights come from a `
                                                           outliers (6 and above) in 16 bits
     fp8     weight -> float8_e4m3fn      (| scale, fp32 per row, if the file has one)
                                                           cast back in every call
+    int8wo  weight -> int8           | scale, fp32 per output feature
+    fp8wo   weight -> float8_e4m3fn  | scale, fp32 per output feature
+                                                          torchao's: cast in every call
     gguf    rows of bytes of a GGUF type, as stored in the file
                                                           dequantized in every call
 """
@@ -23,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphrun.graph.precisions import is_gguf
+from graphrun.graph.precisions import ONLY_IN_FILES, is_gguf
 from graphrun.modules.gguf import dequantized
 from graphrun.modules.trees import modules_below, named_modules_below
 
@@ -68,9 +72,9 @@ def convert(
     """Replace `quantizable_layers` by layers of ``precision``, on meta in final shapes.
 
     ``rows``: for gguf, the type and bytes per row of each weight that is quantized in the file;
-    other layers stay. ``scaled``: for fp8, the weights that have a scale. ``packed``: for int8 and
-    nf4, the weights that are quantized in the files; None: all are quantized when they are read.
-    Biases stay.
+    other layers stay. ``scaled``: for fp8, the weights that have a scale. ``packed``: for
+    other precisions, the weights that are quantized in the files; None: all are quantized when
+    they are read. Biases stay.
     """
     for path, layer in quantizable_layers(module, dtype).items():
         name = f"{path}.weight"
@@ -175,17 +179,29 @@ def ill_suited(module: nn.Module, component: str) -> str:
 
 
 def _layer(layer: nn.Linear, precision: str, dtype: torch.dtype) -> nn.Linear:
-    """Return the layer of ``precision`` (fp8, nf4 or int8) that replaces ``layer``, on meta."""
+    """Return the layer of ``precision``, not gguf, that replaces ``layer``, on meta."""
     from bitsandbytes import nn as layers
     from bitsandbytes.functional import QuantState
 
     outputs, inputs, bias = layer.out_features, layer.in_features, layer.bias
     new_layer: Any
-    if precision == "fp8":
+    weight: Any
+    if precision in ONLY_IN_FILES:
+        kind, element = (
+            (_Int8RowsLinear, torch.int8)
+            if precision == "int8wo"
+            else (_Fp8RowsLinear, torch.float8_e4m3fn)
+        )
+        new_layer = kind(inputs, outputs, bias is not None, device="meta")
+        data = torch.empty(outputs, inputs, dtype=element, device="meta")
+        weight = nn.Parameter(data, requires_grad=False)
+        scale = torch.empty(outputs, 1, dtype=torch.float32, device="meta")
+        new_layer.register_parameter("scale", nn.Parameter(scale, requires_grad=False))
+    elif precision == "fp8":
         new_layer = _Fp8Linear(
             inputs, outputs, bias is not None, device="meta", dtype=torch.float8_e4m3fn
         )
-        weight: Any = new_layer.weight
+        weight = new_layer.weight
     elif precision == "nf4":
         count = outputs * inputs
         new_layer = layers.Linear4bit(
@@ -247,6 +263,32 @@ class _Fp8Linear(_Linear):
         if (scale := self._parameters.get("scale")) is not None:
             weight *= scale.to(input.dtype)
         return nn.functional.linear(input, weight, self.bias)
+
+
+class _Int8RowsLinear(_Linear):
+    """A linear layer with int8 weights that scales its product, as torchao's `Int8Tensor`."""
+
+    scale: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        product = torch.mm(input.reshape(-1, input.shape[-1]), self.weight.t().to(input.dtype))
+        product = product * self.scale.to(input.dtype).flatten()
+        product = product.reshape(*input.shape[:-1], self.out_features)
+        if self.bias is not None:
+            product += self.bias
+        return product
+
+
+class _Fp8RowsLinear(_Linear):
+    """A linear layer with 8-bit weights, scaled in fp32 in each call, as torchao's
+    `Float8Tensor`."""
+
+    scale: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = (self.weight.t().to(torch.float32) * self.scale.t()).to(input.dtype)
+        product = torch.matmul(input, weight)
+        return product if self.bias is None else product + self.bias
 
 
 class _GgufLinear(_Linear):

@@ -12,6 +12,7 @@ from graphrun.graph.parts import Component
 from graphrun.graph.precisions import is_gguf
 from graphrun.modules.classes import refusal
 from graphrun.modules.contents import content_of, refuse_missing
+from graphrun.modules.hub_headers import gguf_stand_in
 from graphrun.modules.source_files import complete, has_weights, local_place
 
 
@@ -32,11 +33,16 @@ class Holding:
 
 
 def local_weights(component: Component, precision: str) -> Path | None:
-    """Return the local path of ``component``'s weights in ``precision``, or None. Raises GraphError
-    if the file under ``gguf:`` is not local: only its header has the tensor sizes."""
+    """Return the local path of ``component``'s weights in ``precision``, or None.
+
+    Of the file under ``gguf:`` only the header has the tensor sizes: of one that is not local, the
+    header is fetched. Raises GraphError without a network.
+    """
     source = component.source_in(precision)
     variant = component.variant if component.checkpoint(precision) is None else ""
     place = local_place(source) if source is not None else None
+    if place is None and precision == "gguf":
+        place = gguf_stand_in(str(source), component.file_line)
     if place is None and precision == "gguf":
         text = (
             f"{source} is not on this machine, and its header is needed to plan: get it, or leave "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-from graphrun.graph.precisions import QUANTIZED, is_gguf
+from graphrun.graph.precisions import ONLY_IN_FILES, QUANTIZED, is_gguf
 from graphrun.profile.corrections import cpu_int8_scratch, int8_scratch
 from graphrun.profile.recording import Call, Product
 
@@ -127,6 +127,10 @@ def quantization_scratch_bytes(
                          | product
         int8    | input in fp16, ... | input in int8, int32, fp16 |
                                      | product
+        int8wo  | weight in 16 bit   | product, not scaled
+                                     | product
+        fp8wo   | weight in 32 bit, scaled weight in 32 bit | weight in 16 bit
+                                                            | product, then without bias
 
     For one token on a card, nf4 needs no weight in 16 bit (`gemm_4bit` has its own kernel). fp8 and
     gguf always do, and gguf needs the scratch in ``widened`` before that. Sizes of products come
@@ -163,6 +167,11 @@ def _scratch(
     if precision == "int8":
         return int8_scratch(product.rows, inputs, outputs, half)
     preparation_bytes = widened[product.name][0] if is_gguf(precision) else 0
+    if precision in ONLY_IN_FILES:
+        element_bytes = ELEMENT_BYTES[dtype]
+        if precision == "fp8wo":
+            preparation_bytes = 8 * outputs * inputs
+        return preparation_bytes, element_bytes * outputs * max(inputs, product.rows)
     needs_weight = product.rows > 1 or precision != "nf4" or on_cpu
     return preparation_bytes, outputs * inputs * ELEMENT_BYTES[dtype] if needs_weight else 0
 

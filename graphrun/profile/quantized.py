@@ -3,7 +3,7 @@
 The formulas are those of bitsandbytes 0.50, checked byte for byte against its layers quantized on a
 CPU:
 
-    int8   one byte per element; one fp32 scale per output feature
+    int8   one byte per element; one fp32 scale per output feature (also int8wo, fp8wo)
     nf4    half a byte per element; one fp32 maximum per 64 elements; the 16 values of the code
     fp8    one byte per element, no statistics
 
@@ -24,7 +24,13 @@ from torch import nn
 
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component
-from graphrun.graph.precisions import GGUF_BLOCKS, GGUF_MIXES, QUANTIZED, is_gguf
+from graphrun.graph.precisions import (
+    GGUF_BLOCKS,
+    GGUF_MIXES,
+    ONLY_IN_FILES,
+    QUANTIZED,
+    is_gguf,
+)
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.model.problem import BlockGroup
 from graphrun.modules.blocks import ALIGNMENT, BlockLayout, lay_out
@@ -38,21 +44,21 @@ from graphrun.profile.recording import ComponentProfile
 from graphrun.sim.dry import without_planned_device
 from graphrun.units import round_up
 
-PRECISIONS = ("float32", "bfloat16", "float16", "fp8", "int8", "nf4")
+PRECISIONS = ("float32", "bfloat16", "float16", "fp8", "int8", "nf4", *ONLY_IN_FILES)
 BLOCK = 64  # elements per maximum
 CODE_BYTES = 16 * 4
 
 
 def layer_tensors(outputs: int, inputs: int, precision: str) -> tuple[int, ...]:
-    """Return the bytes of each tensor of a weight [outputs inputs] in fp8, int8 or nf4.
+    """Return the bytes of each tensor of a weight [outputs inputs] in a quantized precision.
 
-    Elements first, then statistics. Raises ValueError for other precisions.
+    Elements first, then statistics. Raises ValueError for a precision without a formula.
     """
     count = outputs * inputs
     match precision:
         case "fp8":
             return (count,)
-        case "int8":
+        case "int8" | "int8wo" | "fp8wo":
             return count, 4 * outputs
         case "nf4":
             return -(-count // 2), 4 * -(-count // BLOCK), CODE_BYTES
@@ -211,7 +217,7 @@ def dequantization_bytes(
 
 
 def quantized_shapes(module: nn.Module, dtype: str) -> dict[str, tuple[int, int]]:
-    """Return the weights that int8, nf4 and fp8 quantize: name -> (outputs, inputs)."""
+    """Return the weights that quantized precisions replace: name -> (outputs, inputs)."""
     layers = quantizable_layers(module, getattr(torch, dtype))
     return {
         f"{path}.weight": (layer.out_features, layer.in_features) for path, layer in layers.items()
@@ -313,7 +319,7 @@ def _weights_in(
             module if is_stored else None, is_stored, rows if is_gguf(precision) else None
         )
     if checkpoint is None or not is_gguf(precision):  # as quantized by a formula
-        return _PrecisionWeights(is_stored=checkpoint is not None)
+        return _PrecisionWeights(is_stored=checkpoint is not None or precision in ONLY_IN_FILES)
     rows = expected_rows(component, precision, layers)
     module = meta_module(component, graph.trust)
     convert(module, precision, getattr(torch, component.dtype), rows)

@@ -52,6 +52,7 @@ def fit_screen(summary: Mapping[str, Any], width: int = 80) -> str:
             f" seconds of one run from files, predicted; {NOTE}; download: published checkpoints "
             f"as their pages state them, others by their parameters{range_note(rows)}"
         ),
+        *(look.folded(f" {note}") for note in summary["notes"]),
     ]
     for row in rows:
         parts += ["", f"{_name(row)}: {_formats(row)}"]
@@ -84,11 +85,13 @@ def fits_screen(summary: Mapping[str, Any], width: int = 80) -> str:
             ]
         )
     note = f" on {summary['hardware']} ({summary['basis']}); seconds of one run from files; {NOTE}"
-    next_line = f"next: graphrun fit flux-dev --card {summary['hardware']}"
+    ram = f" --ram {summary['ram']}" if summary["ram"] != "auto" else ""
+    next_line = f"next: graphrun fit flux-dev --card {summary['hardware']}{ram}"
     return "\n".join(
         [
             table(rows, left_columns=(0, 1)),
             look.folded(note),
+            *(look.folded(f" {text}") for text in summary["notes"]),
             *map(look.folded, notes),
             next_line,
         ]

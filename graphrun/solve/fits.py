@@ -29,6 +29,7 @@ from graphrun.units import MIB, round_up
 
 # the program counts bytes, and a plan for a card pages of the allocator: room for partly used ones
 PAGES_BYTES = 3 * LARGE_PAGE_BYTES
+MIN_GAIN = 0.05  # of seconds, VRAM or RAM, for which a choice may change the output
 # memory after seconds: the least that runs as fast, nearly
 LEAST_MEMORY = replace(GOALS[2], gap=0.05, nodes=50)
 
@@ -37,7 +38,8 @@ def fits_of(problem: Problem) -> tuple[Fit, ...]:
     """Return the choices that run within the budgets of ``problem``, best first.
 
     Each class of `CLASSES` is allowed alone. A class that gives the same precisions as another is
-    left out. The search may do as much work as the search for suggestions (ATTEMPTS, NODES).
+    left out, as is a class that changes the output for less than MIN_GAIN. The search may do as
+    much work as the search for suggestions (ATTEMPTS, NODES).
     """
     fits, budget = list[Fit](), SearchBudget(ATTEMPTS, NODES)
     for allow, permitted_problem in _permitted(problem):
@@ -51,8 +53,21 @@ def fits_of(problem: Problem) -> tuple[Fit, ...]:
         fit = _fit(permitted_problem, allow, answer)
         if not any(_precisions(problem, fit) == _precisions(problem, other) for other in fits):
             fits.append(fit)
+    plain = next((fit for fit in fits if not fit.allow), None)
+    if plain is not None:
+        fits = [fit for fit in fits if fit is plain or _gains(fit, plain)]
     # a changed output counts OUTPUT_FACTOR times
     return tuple(sorted(fits, key=lambda fit: fit.seconds * (OUTPUT_FACTOR if fit.allow else 1.0)))
+
+
+def _gains(fit: Fit, plain: Fit) -> bool:
+    """Return whether ``fit`` takes less of anything than ``plain``, which keeps the output."""
+    pairs = (
+        (fit.seconds, plain.seconds),
+        (fit.device_bytes, plain.device_bytes),
+        (fit.ram_bytes, plain.ram_bytes),
+    )
+    return any(number < (1 - MIN_GAIN) * plain_number for number, plain_number in pairs)
 
 
 def _precisions(problem: Problem, fit: Fit) -> list[str]:

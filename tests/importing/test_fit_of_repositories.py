@@ -4,6 +4,7 @@ for the same folder on disk, and the hub sends kilobytes."""
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes import functional
 from hub_server import MEMBER, VISITOR, Hub, Repository, connect
 from huggingface_hub import constants
 from import_whole import saved
@@ -21,6 +23,10 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import cases, modular
 
 import graphrun as package
+from graphrun.modules.bitsandbytes_files import packed_weights
+from graphrun.modules.hub import snapshot as snapshot_of
+from graphrun.modules.hub_headers import stand_in
+from graphrun.modules.source_files import stored_tensors
 
 Cli = Callable[..., tuple[int, str, str]]
 COMMIT = "c" * 40
@@ -217,6 +223,34 @@ def test_the_answer_is_that_for_the_same_folder(
     assert not any(path.endswith((".bin", "if-xl.safetensors")) for path in hub.sent_bytes)
 
 
+def test_one_state_of_nf4_weights_is_fetched_and_stands_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights lie between the states, so that neighbouring ranges cannot be one request."""
+    tensors = {}
+    for number in range(50):
+        weight = torch.zeros(96, 1024)
+        data, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        tensors[f"{number}.weight"] = data
+        tensors |= {f"{number}.weight.{key}": t for key, t in state.as_dict(packed=True).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = {
+        "config.json": b"{}",
+        "model.safetensors": (tmp_path / "model.safetensors").read_bytes(),
+    }
+    with Hub({"org/name": Repository({COMMIT: files}, {"main": COMMIT})}) as hub:
+        connect(hub, tmp_path / "hub", monkeypatch)
+        snapshot = snapshot_of("org/name", None, ("*.json",), ())
+        folder = stand_in("org/name", snapshot)
+    ranges = [text for _, path, text in hub.requests if path.startswith("/model.safe") or text]
+    assert len(ranges) <= 4, "the header and one state, each after a redirect"
+    assert sum(hub.sent_bytes.values()) < 60_000
+    packed = packed_weights({tensor.name: tensor for tensor in stored_tensors(folder, "")})
+    assert len(packed) == 50
+    assert packed["7.weight"].shaped((96, 1024)).shape == (96, 1024)
+    assert packed["7.weight"].shaped((96, 1025)).shape == (96 * 1024,), "not as many elements"
+
+
 @pytest.fixture
 def classic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     folder = plain("StableDiffusionPipeline", tmp_path)
@@ -269,6 +303,37 @@ def test_without_a_network_fit_names_a_folder_as_the_way(
     code, output, err = graphrun("fit", "org/name", *LAPTOP)
     assert (code, output) == (2, "")
     assert "without a network, give a folder" in " ".join(err.split())
+
+
+@pytest.mark.sweep("more")
+def test_the_screen_names_what_was_planned_without_headers(
+    classic: Hub, graphrun: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With configurations in the hub's cache, from an earlier command, and no network."""
+    for endpoint, names in ((constants.ENDPOINT, ""), ("http://127.0.0.1:9", "unet, ")):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        code, output, err = graphrun("fit", "org/name", *LAPTOP)
+        assert code == 0, err
+        notes = " ".join(json.loads(output)["notes"])
+        assert ("planned by the configuration alone" in notes) is bool(names)
+        assert names in notes
+
+
+@pytest.mark.sweep("more")
+def test_the_command_of_a_repository_with_only_gguf_files_plans(
+    graphrun: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = contents(gguf_only(tmp_path))
+    with Hub({"org/name": Repository({COMMIT: files}, {"main": COMMIT})}) as hub:
+        connect(hub, tmp_path / "hub", monkeypatch)
+        code, output, err = graphrun("fit", "org/name", *LAPTOP)
+        assert code == 0, err
+        for command in json.loads(output)["choices"][0]["command"].split(" && "):
+            code, output, err = graphrun(*shlex.split(command)[1:])
+            assert code == 0, err
+        ranges = [text for _, path, text in hub.requests if path.endswith(".gguf")]
+        assert ranges
+        assert all(ranges), "only its header was fetched"
 
 
 def test_a_header_that_is_damaged_is_named(classic: Hub, graphrun: Cli) -> None:

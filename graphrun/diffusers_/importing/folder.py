@@ -42,6 +42,8 @@ from graphrun.modules.source_files import (
     only_variant,
     stored_tensors,
 )
+from graphrun.modules.torchao_files import CONFIGS as TORCHAO_CONFIGS
+from graphrun.modules.torchao_files import torchao_weights
 from graphrun.ops.modular import BLOCKS, is_modular_class
 
 INDEX = "model_index.json"
@@ -401,7 +403,7 @@ def _saved_weights(
         return [], SavedWeights((method,) if method else ())
     tensors = {tensor.name: tensor for tensor in stored_tensors(folder, location, variant)}
     try:
-        packed = packed_weights(tensors)
+        packed = packed_weights(tensors) | torchao_weights(tensors)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{location} cannot be imported: {error}") from error
     precisions = {weight.precision for weight in packed.values()}
@@ -417,8 +419,8 @@ def _saved_weights(
 
 
 def _quantization(config: Mapping[str, Any], location: str) -> str:
-    """Return the precision in which a component was saved by bitsandbytes; "" for 16 bits or more.
-    Raises InputError for other quantizations."""
+    """Return the precision in which a component was saved by bitsandbytes or torchao; "" for 16
+    bits or more. Raises InputError for other quantizations."""
     settings = config.get("quantization_config")
     if not isinstance(settings, Mapping) or not settings:
         return ""
@@ -428,10 +430,17 @@ def _quantization(config: Mapping[str, Any], location: str) -> str:
     threshold = settings.get("llm_int8_threshold", THRESHOLD)
     if method == "bitsandbytes" and (kind == "nf4" or (is_int8 and threshold == THRESHOLD)):
         return kind
+    if method == "torchao":
+        kinds = settings.get("quant_type")
+        config_class = kinds.get("default") if isinstance(kinds, Mapping) else None
+        name = config_class.get("_type") if isinstance(config_class, Mapping) else kinds
+        if name in TORCHAO_CONFIGS:
+            return TORCHAO_CONFIGS[str(name)]
+        method += f" as {name}"
     if method == "bitsandbytes":
         method += f" in {kind}" + (f" with llm_int8_threshold {threshold}" if is_int8 else "")
     raise InputError(
-        f"{location} was quantized by {method}, and graphrun reads nf4, int8 and fp8: take a "
-        "folder in 16 bits and plan it with --allow nf4, or load this one with diffusers and type "
-        "graphrun.attach(pipe, vram=...)"
+        f"{location} was quantized by {method}, and graphrun reads nf4, int8, fp8, and of torchao "
+        f"{' and '.join(TORCHAO_CONFIGS)}: take a folder in 16 bits and plan it with --allow nf4, "
+        "or load this one with diffusers and type graphrun.attach(pipe, vram=...)"
     )

@@ -31,6 +31,7 @@ from graphrun.graph.graph import DEFAULT_ALLOW, Graph
 from graphrun.graph.loading import PICKLED
 from graphrun.graph.parts import Component, Part
 from graphrun.modules.classes import resolve_class
+from graphrun.modules.source_files import WEIGHT_FILES
 
 DTYPES = ("bfloat16", "float16", "float32")
 OF_FILES, OF_CONFIG = "of its files", "of its configuration"  # reasons for a component's dtype
@@ -152,6 +153,21 @@ class PipelineDescription:
         parts = {n: replace(item, source=place(item.source)) for n, item in self.parts.items()}
         source = place(self.source)
         return replace(self, source=source, revision=None, components=components, parts=parts)
+
+    def without_headers(self) -> list[str]:
+        """Return the components with no header of weights here: in pickles, or on a hub that cannot
+        be reached. Their dtypes and precisions are those of the configurations."""
+        located = self.from_headers()
+        places = {
+            name: Path(item.gguf or item.source or f"{located.source}/{name}")
+            for name, item in located.components.items()
+            if item.gguf or item.source or located.source
+        }
+        return [
+            name
+            for name, place in places.items()
+            if not any(file.suffix in WEIGHT_FILES for file in (place, *place.glob("*")))
+        ]
 
     def graph(self) -> Graph:
         """Return the pipeline as a graph without stages or weights, for dry runs. Parts are loaded
