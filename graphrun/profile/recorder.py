@@ -162,8 +162,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         entries = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         self.record.results = [*dict.fromkeys(live[0] for live in entries if live is not None)]
 
-    def end(self, excluded_storages: Iterable[torch.UntypedStorage] = ()) -> None:
-        """Set ``record.persistent_keys`` to the live storages, except ``excluded_storages``.
+    def end(
+        self,
+        excluded_storages: Iterable[torch.UntypedStorage] = (),
+        lasting_tensors: Iterable[torch.Tensor] = (),
+    ) -> None:
+        """Set ``record.persistent_keys`` to the live storages, except ``excluded_storages``, and
+        ``record.lasting_keys`` to those of ``lasting_tensors`` among them.
 
         Call this after the call has returned and its results are released: the component keeps what
         is still live.
@@ -172,6 +177,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record.persistent_keys = [
             key for cdata, (key, _) in self._live.items() if cdata not in excluded_addresses
         ]
+        addresses = {tensor.untyped_storage()._cdata for tensor in lasting_tensors}
+        keys = {self._live[cdata][0] for cdata in addresses & self._live.keys()}
+        self.record.lasting_keys = [key for key in self.record.persistent_keys if key in keys]
 
     @property
     def live(self) -> list[torch.UntypedStorage]:
