@@ -54,7 +54,7 @@ from graphrun.sim import Machine  # noqa: E402
 from graphrun.solve.infeasible import Infeasible  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "modular.json"
-SECONDS = 300  # for one case
+SECONDS = 900  # for one case
 AMPLE_BYTES = 1 << 40
 TEXTS = ("a lighthouse at dusk", "two ships")
 TALK = (
@@ -90,8 +90,9 @@ def deep_twin(name: str, layers: int) -> dict[str, Any]:
         if "num_hidden_layers" in part:
             part["num_hidden_layers"] = layers
             part["layer_types"] = None
-    deep = type(encoder)(type(encoder.config)(**config))
-    return parts | {"text_encoder": deep.to(torch.bfloat16)}
+    # a cast would also round tables of positions, which a loaded model computes in fp32
+    deep = type(encoder)._from_config(type(encoder.config)(**config), dtype=torch.bfloat16)
+    return parts | {"text_encoder": deep}
 
 
 def of_tests(name: str) -> dict[str, Any]:
@@ -210,7 +211,7 @@ def qwen3_5(tokenizer: Any) -> Any:
             vision_end_token_id=end,
         )
     )
-    model.generation_config.eos_token_id = list(range(0, tiny_modular.VOCABULARY, 2))
+    model.generation_config.eos_token_id = None
     return model
 
 
@@ -373,12 +374,14 @@ class Case:
 SMALL = {"height": 32, "width": 32}
 MIDDLE = {"height": 64, "width": 64}
 SHORT = {"max_sequence_length": 16}
+FEW_TOKENS = MIDDLE | {"max_new_tokens": 4}
 FIVE = {"num_frames": 5}
 NINE = {"num_frames": 9}
 IMAGE = {"image": picture(32)}
 LARGE_IMAGE = {"image": picture(64)}
 MASKED = {"mask_image": mask(32)}
 PART = {"strength": 0.9}
+PIL = {"output_type": "pil"}  # these blocks paste the picture around the mask
 CONTROL = {"control_image": picture(32, 5)}
 SIZED = {**SMALL, **SHORT}
 
@@ -394,10 +397,11 @@ def by(name: str, **changes: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
 def cases() -> dict[str, Case]:
     """Every case by its name: blocks, and the workflow after a colon."""
     flux, sdxl, qwen = of("FluxPipeline"), of("StableDiffusionXLPipeline"), of("QwenImagePipeline")
-    klein, edit = "flux2-klein", {**SIZED, **IMAGE, "_auto_resize": False}
+    klein, edit = "flux2-klein", {**SIZED, **IMAGE, "_auto_resize": False, "max_area": 32 * 32}
     flux2, short = (lambda: deep_twin("flux2-dev", 31)), {**MIDDLE, **SHORT}
     wan, wan_image = of("WanPipeline"), of("WanImageToVideoPipeline")
     xl, tiny_video = SMALL, {**SMALL, **NINE, **SHORT}
+    pasted = {**IMAGE, **MASKED, **PART, **PIL}
     cosmos, ltx2 = {**SMALL, **FIVE}, {**MIDDLE, **NINE, "max_sequence_length": 32}
     rows = [
         Case("FluxAutoBlocks", flux, SIZED, "text2image"),
@@ -405,19 +409,14 @@ def cases() -> dict[str, Case]:
         Case("FluxKontextAutoBlocks", flux, SIZED, "text2image"),
         Case("FluxKontextAutoBlocks", flux, edit, "image_conditioned"),
         Case("Flux2AutoBlocks", flux2, short, "text2image"),
-        Case(
-            "Flux2AutoBlocks",
-            flux2,
-            {**MIDDLE, **SHORT, **LARGE_IMAGE},
-            "image_conditioned",
-        ),
+        Case("Flux2AutoBlocks", flux2, short | LARGE_IMAGE, "image_conditioned"),
         *(
             Case(f"Flux2Klein{base}AutoBlocks", lambda: deep_twin(klein, 28), short | image, flow)
             for base in ("", "Base")
             for flow, image in (("text2image", {}), ("image_conditioned", LARGE_IMAGE))
         ),
         *(
-            Case(f"Flux3{kind}AutoBlocks", partial(flux3, bool(kind)), MIDDLE | image, flow)
+            Case(f"Flux3{kind}AutoBlocks", partial(flux3, bool(kind)), FEW_TOKENS | image, flow)
             for kind in ("", "Distilled")
             for flow, image in (("text2image", {}), ("image_conditioned", LARGE_IMAGE))
         ),
@@ -439,13 +438,13 @@ def cases() -> dict[str, Case]:
         ),
         Case("QwenImageAutoBlocks", qwen, SIZED, "text2image"),
         Case("QwenImageAutoBlocks", qwen, {**SIZED, **IMAGE, **PART}, "image2image"),
-        Case("QwenImageAutoBlocks", qwen, {**SIZED, **IMAGE, **MASKED, **PART}, "inpainting"),
+        Case("QwenImageAutoBlocks", qwen, {**SIZED, **pasted}, "inpainting"),
         Case("QwenImageAutoBlocks", qwen_controlled, {**SIZED, **CONTROL}, "controlnet_text2image"),
         Case("QwenImageEditAutoBlocks", qwen_image_edit, {**SMALL, **IMAGE}, "image_conditioned"),
         Case(
             "QwenImageEditAutoBlocks",
             qwen_image_edit,
-            {**SMALL, **IMAGE, **MASKED, **PART},
+            {**SMALL, **pasted},
             "image_conditioned_inpainting",
         ),
         Case("QwenImageEditPlusAutoBlocks", qwen_image_edit, {**SMALL, **IMAGE}),
@@ -484,8 +483,15 @@ def cases() -> dict[str, Case]:
         ),
         Case("ErnieImageAutoBlocks", by("ernie-image"), MIDDLE, "text2image"),
         Case("Ideogram4AutoBlocks", by("ideogram4"), MIDDLE, "text2image"),
-        Case("Krea2AutoBlocks", by("krea2"), {**MIDDLE, **SHORT}, "text2image"),
-        Case("Krea2TurboAutoBlocks", by("krea2"), {**MIDDLE, **SHORT}, "text2image"),
+        Case(
+            "Krea2AutoBlocks", (lambda: deep_twin("krea2", 36)), {**MIDDLE, **SHORT}, "text2image"
+        ),
+        Case(
+            "Krea2TurboAutoBlocks",
+            (lambda: deep_twin("krea2", 36)),
+            {**MIDDLE, **SHORT},
+            "text2image",
+        ),
         Case("ZImageAutoBlocks", of("ZImagePipeline"), SIZED, "text2image"),
         Case("ZImageAutoBlocks", of("ZImagePipeline"), {**SIZED, **IMAGE, **PART}, "image2image"),
         Case("AnimaAutoBlocks", anima, SIZED, "text2image"),
@@ -530,7 +536,7 @@ def outputs_of(pipe: Any, call: dict[str, Any]) -> list[Any]:
     names = [n for n in ("images", "videos", "audio", "audios") if n in pipe.blocks.output_names]
     generator = {"generator": torch.Generator().manual_seed(SEED)}
     torch.manual_seed(1)
-    result = pipe(**call, **generator, output_type="np", output=names)
+    result = pipe(**{"output_type": "np", **call}, **generator, output=names)
     return [arrays(result[name]) for name in names if result[name] is not None]
 
 
@@ -586,7 +592,7 @@ def attached_cell(case: Case, want: list[list[Any]], budget_bytes: int) -> str:
 def imported(case: Case, want: list[Any]) -> dict[str, str]:
     """The cells of an imported pipeline, live and from a folder."""
     cells = {}
-    call = {k: v for k, v in case.call().items() if k != "prompt"}
+    call = {k: v for k, v in case.call().items() if k not in ("prompt", "output_type")}
     sets: dict[str, Any] = {
         NAMES.get(key, key): value
         for key, value in call.items()
@@ -622,7 +628,9 @@ def same_media(outputs: dict[str, Any], want: list[Any]) -> bool:
     if isinstance(first, Sound):
         return bool(np.array_equal(first.samples.squeeze(), np.squeeze(want[0])))
     actual = arrays(first)
-    expected = np.round(np.squeeze(want[0]) * 255).astype(np.uint8)
+    expected = np.squeeze(want[0])
+    if expected.dtype != np.uint8:
+        expected = np.round(expected * 255).astype(np.uint8)
     return bool(actual.size == expected.size) and bool(
         np.array_equal(actual.reshape(expected.shape), expected)
     )

@@ -71,6 +71,19 @@ def memos(modules: Mapping[str, nn.Module]) -> tuple[Any, ...]:
     )
 
 
+def lasting_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors in attributes of ``module`` beyond its weights, except its `memos`: a run
+    frees memos when the phase ends, and these when the stage ends."""
+    for _, child, attributes in attributes_of({"": module}):
+        hooks = child._forward_pre_hooks.values()
+        computed = {hook.name for hook in hooks if isinstance(hook, WeightNorm)}
+        for key, value in attributes.items():
+            if type(value) in PLAIN or key == DIFFUSERS_HOOKS or key in computed:
+                continue
+            if not is_helper(value):
+                yield from found_in(value, torch.Tensor)
+
+
 def moved_tables(modules: Mapping[str, nn.Module]) -> Iterator[MovedTables]:
     """Yield the tables of ``modules``: attributes beyond weights with tensors, now on the CPU."""
     for _, child, attributes in attributes_of(modules):

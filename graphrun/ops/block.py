@@ -83,12 +83,13 @@ def block(
 
 
 def _input_names(blocks: Any) -> set[str]:
-    return {
-        parameter.name
-        for inner in blocks_in(blocks)
-        for parameter in inner.inputs
-        if parameter.name
-    }
+    """Return the names that ``blocks`` read: those of inputs, and of values that some block writes
+    to a group (`kwargs_type`) which another one reads."""
+    inputs = [parameter for inner in blocks_in(blocks) for parameter in inner.inputs]
+    groups = {parameter.kwargs_type for parameter in inputs if not parameter.name}
+    outputs = [output for inner in blocks_in(blocks) for output in inner.intermediate_outputs]
+    grouped = [output for output in outputs if output.kwargs_type in groups]
+    return {parameter.name for parameter in (*inputs, *grouped) if parameter.name}
 
 
 def _generator(

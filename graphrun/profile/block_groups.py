@@ -58,16 +58,25 @@ def block_paths(module: nn.Module, routed: Collection[str] = ()) -> list[str]:
     return [path for path, _ in _nested_blocks(module, "", routed)]
 
 
-def routed_lists(units: Iterable[str], entered_blocks: Collection[str]) -> set[str]:
+def routed_lists(
+    units: Iterable[str], entered_blocks: Collection[str], *, by_data: bool = True
+) -> set[str]:
     """Return paths of the module lists of which one call enters some elements and not others.
 
     Data selects such elements (mixture-of-experts layers), so they run in no fixed order and cannot
-    be streamed. ``units``: candidate blocks. ``entered_blocks``: blocks that the call entered.
+    be streamed. Unless ``by_data``, arguments other than tensors select them (Wan-Animate 2 skips a
+    layer without guidance): then the other elements have one order, and the paths are those of the
+    skipped elements. ``units``: candidate blocks. ``entered_blocks``: blocks that the call entered.
     """
-    lists: dict[str, set[bool]] = defaultdict(set)
+    lists: dict[str, dict[str, bool]] = defaultdict(dict)
     for path in units:
-        lists[path.rpartition(".")[0]].add(path in entered_blocks)
-    return {path for path, entry_states in lists.items() if len(entry_states) == 2}
+        lists[path.rpartition(".")[0]][path] = path in entered_blocks
+    mixed = {path: states for path, states in lists.items() if len({*states.values()}) == 2}
+    if by_data:
+        return {*mixed}
+    return {
+        path for states in mixed.values() for path, is_entered in states.items() if not is_entered
+    }
 
 
 def _nested_blocks(
@@ -82,6 +91,7 @@ def _nested_blocks(
             blocks += [
                 unit
                 for index, (element, nbytes) in enumerate(zip(child, sizes, strict=True))
+                if f"{path}.{index}" not in routed
                 for unit in _element_blocks(element, nbytes, f"{path}.{index}", routed)
             ]
         else:

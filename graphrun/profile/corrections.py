@@ -387,7 +387,8 @@ KEYS_AT_ONCE = 512
 def scratch_on(hardware: Hardware, call: Call, event: MemoryEvent) -> int:
     """Return the bytes that a kernel's scratch ``event`` of ``call`` takes on ``hardware``."""
     if isinstance(hardware.kernels, ProcessorRates):
-        return cpu_scratch(call.kernels[event.key], hardware.kernels)
+        kernel = call.kernels[event.key]
+        return event.nbytes if kernel.operator == FLEX else cpu_scratch(kernel, hardware.kernels)
     if not hardware.convolution_scratch:
         return 0
     return event.hopper_bytes if hardware.is_hopper else event.nbytes
@@ -401,8 +402,6 @@ def cpu_scratch(kernel: Kernel, processor: ProcessorRates) -> int:
         if kernel.dtype == "float16":
             return _unfolded_bytes(shape, element_bytes)
         return cpu_convolution_scratch(shape, element_bytes, processor)
-    if kernel.operator == FLEX:
-        return flex_scratch(kernel)
     if kernel.kind in ("attention", "wide attention"):
         groups, queries, keys, features = kernel.shape
         if not features:

@@ -34,7 +34,7 @@ from graphrun.modules.build import (
 )
 from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.interceptor import CallInterceptor
-from graphrun.modules.memos import DIFFUSERS_HOOKS, forget
+from graphrun.modules.memos import DIFFUSERS_HOOKS, forget, lasting_tensors
 from graphrun.modules.stored import holding
 from graphrun.modules.trees import (
     PLAIN,
@@ -360,7 +360,8 @@ class Prober:
         record = partial(self._record, with_values=with_values)
         try:
             call, result, leftover_storages = record(module, units, proceed, args, kwargs, device)
-            if routed_paths := routed_lists(units, call.entered_blocks):
+            by_data = with_values or device != META
+            if routed_paths := routed_lists(units, call.entered_blocks, by_data=by_data):
                 self.routed[component] |= routed_paths
                 forget({"": module})
                 units = block_paths(module, self.routed[component])
@@ -451,7 +452,8 @@ class Prober:
                 )
                 recorder.note_results(tensors_in((result, argument_contents)))
                 del result, argument_contents, holders, arguments
-                recorder.end(excluded_storages=_storages_of(stateful_hooks(module)))
+                hook_storages = _storages_of(stateful_hooks(module))
+                recorder.end(hook_storages, lasting_tensors(module))
                 leftover_storages = recorder.live
         finally:
             self.interceptor.device = PLANNED

@@ -51,9 +51,15 @@ def phase_memories_of(
     allocator = allocator or (Heap if hardware.kind.is_host else Counting)
     traces = phase_traces_of(recording, spans, hardware)
     replay = _TraceReplay(allocator(), recording.keeps_tensors, hardware.unified, returns=returns)
-    for trace in traces:
+    entries, last_stage = recording.entries(), None
+    for trace, (begin, end) in zip(traces, spans, strict=bool(traces)):
         replay.apply(trace, trace.prelude)
-        replay.begin_phase()
+        stage = entries[begin][0]
+        replay.begin_phase(same_stage=stage == last_stage)
+        calls = {id(call): call for _, call in entries[begin:end]}.values()
+        for call_trace, call in zip(trace.calls, calls, strict=True):
+            replay.lasting_keys |= {(id(call_trace), key) for key in call.lasting_keys}
+        last_stage = stage
         replay.apply(trace, trace.first)
         if trace.steady:
             replay.begin_steady()
@@ -92,13 +98,17 @@ class _TraceReplay:
         self._persistent_keys: dict[tuple[int, int], int] = {}
         # id of a call's trace -> its peak above the bytes before it, where a call changes nothing
         self._peaks: dict[int, int] = {}
+        # those that stay until the stage ends
+        self.lasting_keys: set[tuple[int, int]] = set()
         self._offset = -1
 
-    def begin_phase(self) -> None:
-        """Release what components kept in the last phase; the rest is the entry memory."""
-        while self._persistent_keys and not self.keeps:
-            self.allocator.release(self._persistent_keys.popitem()[1])
-            self._peaks.clear()
+    def begin_phase(self, *, same_stage: bool = False) -> None:
+        """Release what components kept in the last phase, except what lasts in the ``same_stage``;
+        the rest is the entry memory."""
+        for key in () if self.keeps else [*self._persistent_keys][::-1]:
+            if not (same_stage and key in self.lasting_keys):
+                self.allocator.release(self._persistent_keys.pop(key))
+                self._peaks.clear()
         if self.returns:
             self.allocator.trim()
         used_bytes = self.allocator.used_bytes

@@ -174,11 +174,13 @@ def _phases(
     hardware: Hardware,
     allow: Collection[str],
 ) -> tuple[tuple[PhaseNumbers, ...], tuple[ValueNumbers, ...]]:
-    entries = dry_run.recording.entries()
+    compiled_names = {name for name in components if graph.components[name].is_compiled(allow)}
+    recording = dry_run.recording.as_compiled(compiled_names)
+    entries = recording.entries()
     spans = phase_spans(entries)
     stages = [entries[begin][0] for begin, _ in spans]
-    values = _values(graph, dry_run.recording, stages)
-    memories = phase_memories_of(dry_run.recording, spans, hardware)
+    values = _values(graph, recording, stages)
+    memories = phase_memories_of(recording, spans, hardware)
     component_items = components.items()
     off_device_names = {
         name
@@ -190,13 +192,10 @@ def _phases(
         for name, component in component_items
         if any(variant.secondary for variant in component.variants)
     }
-    compiled_names = {name for name in components if graph.components[name].is_compiled(allow)}
     pipeline_code = (
-        pipeline_code_of(dry_run.recording, spans, hardware)
-        if off_device_names
-        else [0] * len(spans)
+        pipeline_code_of(recording, spans, hardware) if off_device_names else [0] * len(spans)
     )
-    traces = phase_traces_of(dry_run.recording, spans, hardware)
+    traces = phase_traces_of(recording, spans, hardware)
     phases = []
     for number, (stage, (begin, end), memory) in enumerate(
         zip(stages, spans, memories, strict=True)

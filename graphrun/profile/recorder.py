@@ -19,12 +19,14 @@ Scratch is memory that is allocated and freed within one operator. Amounts:
 from __future__ import annotations
 
 import functools
+import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, compress
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -162,8 +164,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         entries = (self._live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         self.record.results = [*dict.fromkeys(live[0] for live in entries if live is not None)]
 
-    def end(self, excluded_storages: Iterable[torch.UntypedStorage] = ()) -> None:
-        """Set ``record.persistent_keys`` to the live storages, except ``excluded_storages``.
+    def end(
+        self,
+        excluded_storages: Iterable[torch.UntypedStorage] = (),
+        lasting_tensors: Iterable[torch.Tensor] = (),
+    ) -> None:
+        """Set ``record.persistent_keys`` to the live storages, except ``excluded_storages``, and
+        ``record.lasting_keys`` to those of ``lasting_tensors`` among them.
 
         Call this after the call has returned and its results are released: the component keeps what
         is still live.
@@ -172,6 +179,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record.persistent_keys = [
             key for cdata, (key, _) in self._live.items() if cdata not in excluded_addresses
         ]
+        addresses = {tensor.untyped_storage()._cdata for tensor in lasting_tensors}
+        keys = {self._live[cdata][0] for cdata in addresses & self._live.keys()}
+        self.record.lasting_keys = [key for key in self.record.persistent_keys if key in keys]
 
     @property
     def live(self) -> list[torch.UntypedStorage]:
@@ -417,9 +427,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record an operator that takes functions. Raises GraphrunError for an unknown one."""
         if func.name() != "flex_attention":
             raise GraphrunError(
-                f"{self._class_name} calls torch.ops.higher_order.{func.name()}, which cannot be "
-                "planned: of the operators that take functions only flex_attention can; write it "
-                "with Python's if, for and calls"
+                f"{self._class_name} calls torch.ops.higher_order.{func.name()} "
+                f"({_line_of_code()}), which cannot be planned: of the operators that take "
+                "functions only flex_attention can; write it with Python's if, for and calls"
             )
         results = flex_results(args, on_meta=self._device_type == "meta")
         self._note_access(func, (), {}, [*tensors_of(args[:3])])
@@ -605,6 +615,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storage_numbers.pop(cdata, None)
         if (entry := self._live.pop(cdata, None)) is not None:
             self.record.events.append(MemoryEvent(entry[0], 0))
+
+
+def _line_of_code() -> str:
+    """Return the innermost line outside PyTorch and this package, as file.py:line."""
+    packages = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+    for frame, line in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if not file.startswith(packages) and Path(file).name != "contextlib.py":
+            return f"{Path(file).name}:{line}"
+    return "?"
 
 
 def layer_paths(module: nn.Module) -> list[str]:

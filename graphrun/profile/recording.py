@@ -6,7 +6,7 @@ computed from the recording afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -156,6 +156,9 @@ class Call:
         persistent_keys         keys of tensors that the component keeps after the call, and reuses
                                 (position tables) or replaces (frames for the next piece) in later
                                 calls; in a section, keys of its results
+        lasting_keys            those of them that a graph's run frees when the stage ends; it frees
+                                the others, such as results in `functools.lru_cache`, when the phase
+                                ends
         results                 keys of the results' storages, in their order
         hops                    tensors that pass between blocks and other code, in order; at the
                                 end, the returned tensors
@@ -175,6 +178,7 @@ class Call:
     input_bytes: int = 0
     output_bytes: int = 0
     persistent_keys: list[int] = field(default_factory=list)
+    lasting_keys: list[int] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
     hops: list[Hop] = field(default_factory=list)
 
@@ -236,6 +240,16 @@ class Call:
             hops=[Hop(kind, rename(path), tensors) for kind, path, tensors in self.hops],
         )
 
+    def without_flex_scratch(self) -> Call:
+        """Return the call with flex attention as one compiled kernel."""
+        events = [
+            event._replace(nbytes=0, hopper_bytes=0)
+            if event.scratch and self.kernels[event.key].operator == FLEX
+            else event
+            for event in self.events
+        ]
+        return replace(self, events=events)
+
     def plain(self) -> Any:
         return TypeAdapter(Call).dump_python(self, mode="json")
 
@@ -266,6 +280,18 @@ class Recording:
     def freed(self, key: int) -> None:
         """Record a released storage. Called by the simulated accelerator."""
         self.items.append(MemoryEvent(key, 0))
+
+    def as_compiled(self, names: Collection[str]) -> Recording:
+        """Return the recording with the components ``names`` compiled: their flex attention has no
+        scratch."""
+        if not names:
+            return self
+        calls = {
+            id(item): item.without_flex_scratch()
+            for item in self.items
+            if isinstance(item, Call) and item.component in names
+        }
+        return replace(self, items=[calls.get(id(item), item) for item in self.items])
 
     def entries(self) -> list[tuple[str, Call]]:
         """Return (stage, call) for every call into a component, in order."""

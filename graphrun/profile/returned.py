@@ -18,6 +18,8 @@ import torch
 from graphrun.modules.trees import holders_in, put_content, tensors_in, walk
 from graphrun.profile.meta_ops import META
 
+MOST_INTEGERS = 1 << 16  # of a result whose values are kept
+
 
 class Alias(NamedTuple):
     """A storage of the tensor argument number ``argument``, which has these ``strides``."""
@@ -34,12 +36,14 @@ class Returned:
     do. ``aliases``: address of a meta storage -> the argument with this storage.
     ``argument_contents``: number of a list, dict or object among the arguments (`holders_in`) ->
     its contents after the call, if the call put other tensors into it, such as into a cache of keys
-    and values.
+    and values. ``integers``: address of a meta storage -> the integers in it, such as generated
+    tokens, if the call was computed; code often decides by them.
     """
 
     template: Any
     aliases: Mapping[int, Alias]
     argument_contents: Mapping[int, Any] = field(default_factory=dict)
+    integers: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +57,8 @@ class Returned:
         return sum(nbytes for cdata, nbytes in storages.items() if cdata not in self.aliases)
 
     def materialize(self, args: Any, device: torch.device) -> Any:
-        """Return zeros or views of ``args`` (args, kwargs); change these as the call does."""
+        """Return zeros, integers or views of ``args`` (args, kwargs); change these as the call
+        does."""
         arguments, created_tensors = tensors_in(args), dict[int, torch.Tensor]()
 
         def tensor(example: torch.Tensor) -> torch.Tensor:
@@ -78,6 +83,8 @@ class Returned:
                 and storage.nbytes() == example.nbytes
                 and uses[storage._cdata] == 1
             ):
+                if storage._cdata in self.integers:
+                    return self.integers[storage._cdata].to(device)
                 return torch.zeros(example.shape, dtype=example.dtype, device=device)
             if storage._cdata not in created_tensors:
                 created_tensors[storage._cdata] = torch.zeros(
@@ -114,7 +121,7 @@ def capture_result(
     weights: Collection[int],
     device: torch.device = META,
 ) -> Returned:
-    """Return ``output``, the result of a call on ``device``, without its values.
+    """Return ``output``, the result of a call on ``device``, without its values but few integers.
 
     ``arguments``: the tensors in the call's arguments. ``argument_contents``: as in `Returned`.
     ``weights``: addresses of storages whose views are returned as separate tensors. Tensors on
@@ -125,6 +132,7 @@ def capture_result(
         for number, tensor in reversed(list(enumerate(arguments)))
     }
     storages, aliases = dict[int, torch.UntypedStorage](), dict[int, Alias]()
+    integers = dict[int, torch.Tensor]()
 
     def to_meta(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -138,8 +146,10 @@ def capture_result(
             ).untyped_storage()
             if (number := argument_of.get(cdata)) is not None:
                 aliases[storages[cdata]._cdata] = Alias(number, arguments[number].stride())
+            elif device != META and tensor.dtype == torch.int64 and tensor.numel() <= MOST_INTEGERS:
+                integers[storages[cdata]._cdata] = tensor.clone()
         blank = torch.empty(0, dtype=tensor.dtype, device=META)
         return blank.set_(storages[cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     template, contents = walk((output, dict(argument_contents)), to_meta)
-    return Returned(template, aliases, contents)
+    return Returned(template, aliases, contents, integers)

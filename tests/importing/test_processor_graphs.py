@@ -1,8 +1,9 @@
-"""Reference graphs whose pipelines take a processor of texts and images, without torchvision: runs
-with ample and with the least VRAM make the pipeline's own output."""
+"""Reference graphs that no other test runs: most take a processor of texts and images, without
+torchvision. Runs with ample and with the least VRAM make the pipeline's own output."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import diffusers as d
@@ -11,6 +12,7 @@ import torch
 import transformers as t
 from campaign import sampled
 from import_whole import GRAPHS, SEED, equal, planned, run
+from tiny_pipelines import film, picture
 
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph
@@ -19,7 +21,10 @@ from graphrun.modules.build import build, build_part, resolve_class
 from graphrun.ops.modular import silence_diffusers
 
 TEXT = "two ships"
-NAMES = ("qwen-image-21", "flux3-klein", "minimax-h3", "bria-fibo-2")
+NAMES = ("qwen-image-21", "flux3-klein", "minimax-h3", "bria-fibo-2", "wan-animate-2")
+PARAMETERS = {"frames": "num_frames"}
+OTHERS = ("frames", "max_sequence_length", "image", "driving_video", "segment_frame_length")
+MEDIA = {"wan-animate-2": {"image": picture(64), "driving_video": film(9, 64)}}
 
 
 def components_of(graph: Graph) -> dict[str, Any]:
@@ -29,10 +34,10 @@ def components_of(graph: Graph) -> dict[str, Any]:
     }
 
 
-def own_output(graph: Graph) -> Any:
-    """The first output of the pipeline's own call with the graph's default inputs."""
+def own_output(graph: Graph, inputs: Mapping[str, Any]) -> Any:
+    """The first output of the pipeline's own call with ``inputs`` of the graph."""
     kind, components = resolve_class(graph.pipeline, graph.trust), components_of(graph)
-    values = graph.resolve({"prompt": TEXT, "seed": SEED})
+    values = graph.resolve(inputs)
     arguments = {
         "prompt": TEXT,
         "height": values["height"],
@@ -40,11 +45,7 @@ def own_output(graph: Graph) -> Any:
         "num_inference_steps": values["steps"],
         "generator": torch.Generator().manual_seed(SEED),
     }
-    arguments |= {
-        name: values[key]
-        for key, name in (("frames", "num_frames"), ("max_sequence_length", "max_sequence_length"))
-        if key in values
-    }
+    arguments |= {PARAMETERS.get(key, key): values[key] for key in OTHERS if key in values}
     if not issubclass(kind, d.ModularPipeline):
         return kind(**components)(**arguments).images[0]
     with silence_diffusers():
@@ -53,15 +54,15 @@ def own_output(graph: Graph) -> Any:
         pipe = pipe._blocks.init_pipeline()
         pipe.update_components(**components)
         output = "videos" if "videos" in pipe.blocks.output_names else "images"
-        return pipe(**arguments, output=output)[0]
+        return pipe(**arguments, output_type="pil", output=output)[0]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sampled(NAMES, ["flux3-klein", "qwen-image-21"], "imports"))
-def test_a_processor_without_torchvision(name: str) -> None:
+def test_the_pipelines_own_output(name: str) -> None:
     graph = load(GRAPHS / f"{name}-tiny.yaml")
-    inputs = {"prompt": TEXT, "seed": SEED}
-    expected = own_output(graph)
+    inputs = {"prompt": TEXT, "seed": SEED, **MEDIA.get(name, {})}
+    expected = own_output(graph, inputs)
     for at_minimum in (False, True):
         trace = run(graph, planned(graph, inputs, at_minimum=at_minimum), inputs)
         assert trace.overruns == ()

@@ -133,6 +133,7 @@ PUBLISHED = {
     "sana": {"transformer": "1.6"},
     "stable-cascade": {"prior": "3.6"},
     "wan22-i2v": {"transformer": "14", "transformer_2": "14"},
+    "wan-animate-2": {"transformer": "16.4"},  # as Wan 2.1's from pictures, of 32.8 GB
     "kandinsky5": {"transformer": "2"},
     "kandinsky6": {"transformer": "3.177988112"},
     "hunyuan-video15": {"transformer": "8.3"},

@@ -233,7 +233,7 @@ def test_a_state_that_the_interrupted_step_changed_is_dropped(loops: Loops) -> N
 
 
 @pytest.mark.sweep("more")
-def test_the_loops_of_all_reference_graphs_but_eight_can_be_resumed() -> None:
+def test_the_loops_of_all_reference_graphs_but_nine_can_be_resumed() -> None:
     graphs = {path.stem: graphrun.load(path) for path in GRAPHS.glob("*-tiny.yaml")}
     cannot = {
         name
@@ -249,6 +249,7 @@ def test_the_loops_of_all_reference_graphs_but_eight_can_be_resumed() -> None:
         "ltx2-tiny",  # its steps read the sound of the step before
         "minimax-h3-tiny",  # modular pipelines have no callback
         "stable-cascade-tiny",  # no loop over timesteps is found in its prior
+        "wan-animate-2-tiny",  # modular pipelines have no callback
     }
     pairs = {
         graph.pipeline

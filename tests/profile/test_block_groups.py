@@ -119,6 +119,15 @@ def test_routed_experts_are_streamed_with_their_block() -> None:
     assert block_paths(net, routed_paths) == paths("blocks", 3)
 
 
+def test_a_block_that_an_argument_skips_is_not_streamed_and_the_others_are() -> None:
+    net = nn.Module()
+    net.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)) for _ in range(4)])
+    called_blocks = ["blocks.0", "blocks.1", "blocks.3"]
+    skipped = routed_lists(block_paths(net), called_blocks, by_data=False)
+    assert skipped == {"blocks.2"}
+    assert block_paths(net, skipped) == called_blocks
+
+
 def test_a_list_may_have_one_block_of_another_size() -> None:
     net = nn.Module()
     net.blocks = nn.ModuleList(

@@ -10,7 +10,9 @@ from torch.nn.attention import flex_attention as library
 from graphrun import sim
 from graphrun.errors import GraphrunError
 from graphrun.profile.dry_run import Prober
-from graphrun.profile.recording import Call
+from graphrun.profile.hardware import hardware
+from graphrun.profile.phase_memory import phase_memories_of
+from graphrun.profile.recording import Call, Recording, StageEnd
 
 TOKENS, HEADS, WIDTH = 512, 2, 16
 
@@ -74,10 +76,22 @@ def test_scores_are_scratch_unless_a_module_is_compiled() -> None:
     assert scratch(module) == 0
 
 
-def test_other_operators_that_take_functions_are_refused_by_name() -> None:
+def test_a_graph_that_may_compile_the_blocks_has_no_scores() -> None:
+    recording = Recording([traced(Windowed())[1], StageEnd("attend")])
+
+    def first_bytes(recording: Recording) -> int:
+        return phase_memories_of(recording, [(0, 1)], hardware("rtx4090"))[0].first_bytes
+
+    assert first_bytes(recording) > 12 * HEADS * TOKENS**2
+    assert first_bytes(recording.as_compiled({"windowed"})) < 12 * HEADS * TOKENS**2
+
+
+def test_other_operators_that_take_functions_are_refused_by_name_and_line() -> None:
     class Chosen(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # type: ignore[no-any-return]
 
-    with pytest.raises(GraphrunError, match=r"^Chosen calls torch\.ops\.higher_order\.cond, which"):
+    with pytest.raises(
+        GraphrunError, match=r"^Chosen calls .*\.cond \(test_flex_attention\.py:\d+\)"
+    ):
         traced(Chosen())

@@ -68,6 +68,18 @@ def test_tables_that_a_component_keeps_are_allocated_once_and_live_in_later_call
     )
 
 
+@pytest.mark.parametrize("stages", [("make",), ("denoise", "decode")])
+def test_tables_in_attributes_stay_until_the_stage_ends(stages: tuple[str, ...]) -> None:
+    steps = ((1, 8 * MIB), (2, 3 * MIB))  # an attribute, and a result in `functools.lru_cache`
+    events = [MemoryEvent(*step) for step in steps]
+    dit = Call("dit", events=events, persistent_keys=[1, 2], lasting_keys=[1])
+    ends = [StageEnd(stage) for stage in stages]
+    items = [dit, *ends[:-1], call("vae", 10), ends[-1]]
+    _, decode = phase_memories(Recording(items))
+    table_bytes = 8 * MIB if len(stages) == 1 else 0
+    assert (decode.entry_bytes, decode.first_bytes) == (table_bytes, table_bytes + 10 * MIB)
+
+
 def test_two_experts_one_after_another_are_two_phases() -> None:
     items = [call(name, 10) for name in ("high", "high", "high", "low", "low")]
     assert phase_spans(Recording([*items, StageEnd("denoise")]).entries()) == [(0, 3), (3, 5)]

@@ -221,3 +221,10 @@ def test_an_entry_that_reads_numbers_is_traced_on_the_cpu_where_weights_can_be_h
         made(None)
     with pytest.raises(NotImplementedError, match="bincount"):
         made(lambda _: nn.Linear(1, 1))
+
+
+def test_tokens_that_a_call_computed_keep_their_values() -> None:
+    """Pipeline code decides by them: FLUX.3 refuses an empty caption."""
+    tokens, cpu = torch.tensor([[5, 7]]), torch.device("cpu")
+    returned = capture_result(tokens, [], {}, (), cpu)
+    assert torch.equal(returned.materialize(((), {}), cpu), tokens)
