@@ -32,12 +32,14 @@ def use_of(
     *,
     transfer: bool = False,
     compiled: bool = False,
+    has_pairs: bool = False,
 ) -> Use:
     """Return how ``calls``, the calls of one phase, use ``component``, with layers where possible.
 
     ``transfer``: include the bytes transferred to a secondary device and back, the maximum over the
     calls. ``compiled``: blocks run as compiled code, so their seconds are divided by
-    `Hardware.compiled_gain` if that was measured.
+    `Hardware.compiled_gain` if that was measured. ``has_pairs``: `Use.has_pairs`, where every block
+    runs in both calls of a pair.
     """
     use = _block_use(component, calls, hardware, hardware.compiled_gain or 1.0 if compiled else 1.0)
     layers = _layer_use(component.layers, calls, hardware) if component.layers is not None else None
@@ -54,6 +56,7 @@ def use_of(
         use,
         transfer=transfer_bytes,
         live_tensors=live_tensors,
+        has_pairs=has_pairs and {*use.group_calls} <= {0, use.calls},
         layers=layers and replace(layers, transfer=transfer_bytes),
     )
 
