@@ -22,11 +22,11 @@ from graphrun.model.phase_trace import CALL, CallTrace, Item, PhaseTrace
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Use, Variant
 from graphrun.model.splits import twin
 
-Copies = Sequence[tuple[str, int]]
+ComponentCopies = Sequence[tuple[str, int]]
 """(component, number of the secondary device with its copy)"""
 
 
-def with_copies(problem: Problem, copies: Copies) -> Problem:
+def with_copies(problem: Problem, copies: ComponentCopies) -> Problem:
     """Return ``problem`` with a component for each of ``copies``. Raises PlanError."""
     for number, (name, secondary) in enumerate(copies):
         if name in {other for other, _ in copies[:number]}:
@@ -54,6 +54,35 @@ def copyable_to(problem: Problem, name: str) -> tuple[int, ...]:
         for number in range(1, len(problem.secondaries) + 1)
         if any(_pairs(component, number))
     )
+
+
+def least_copy_bytes(problem: Problem, name: str, number: int) -> int:
+    """Return the fewest bytes that a copy of the component ``name`` takes on a secondary device.
+
+    Its weights in the smallest variant that is allowed, and the activation of a call.
+    """
+    copy_problem = with_copies(problem, [(name, number)])
+    copy = next(component for component in copy_problem.components if component.copy_of == name)
+    activation_bytes = [
+        max(phase.first_bytes, phase.steady_bytes)
+        for phase in copy_problem.phases
+        if any(use.component == copy.name for use in phase.uses)
+    ]
+    return min(map(copy.weight_bytes, problem.usable(copy)), default=1 << 62) + max(
+        activation_bytes, default=0
+    )
+
+
+def without_pairs(problem: Problem) -> Problem:
+    """Return ``problem`` without copies to choose from."""
+
+    def plain(phase: PhaseNumbers) -> PhaseNumbers:
+        return replace(phase, uses=tuple(replace(use, has_pairs=False) for use in phase.uses))
+
+    options = (
+        replace(option, phases=tuple(map(plain, option.phases))) for option in problem.options
+    )
+    return replace(problem, phases=tuple(map(plain, problem.phases)), options=tuple(options))
 
 
 def original_name(variant: Variant) -> str:

@@ -109,4 +109,6 @@ def with_values(arguments: Any) -> Any:
     """Return ``arguments`` with the values of deferred tensors; without any, unchanged."""
     if not any(type(leaf) is DeferredTensor for leaf in tree_leaves(arguments)):
         return arguments
-    return tree_map(lambda leaf: leaf.on_device if type(leaf) is DeferredTensor else leaf, arguments)
+    return tree_map(
+        lambda leaf: leaf.on_device if type(leaf) is DeferredTensor else leaf, arguments
+    )

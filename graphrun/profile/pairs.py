@@ -55,8 +55,8 @@ def spans_with_pairs(
 def _beyond_results(call: Call, allocated_bytes: Sequence[int]) -> list[int]:
     """Return ``allocated_bytes`` after ``call`` without its results, which are recorded again."""
     sizes = {event.key: event.nbytes for event in call.events if event.nbytes}
-    remaining = list(allocated_bytes)
+    other_bytes = list(allocated_bytes)
     for key in call.results:
-        if sizes.get(key) in remaining:
-            remaining.remove(sizes[key])
-    return remaining
+        if sizes.get(key) in other_bytes:
+            other_bytes.remove(sizes[key])
+    return other_bytes

@@ -155,9 +155,7 @@ class Residency:
                     f"{self.name} was passed in, but the plan reads it from disk: leave it out of "
                     "modules="
                 )
-            self.backing_store = Disk(
-                layouts, device, writer, variant.host_bytes
-            )
+            self.backing_store = Disk(layouts, device, writer, variant.host_bytes)
         elif variant.backing_store == "file":
             if writer is None:
                 raise InputError(

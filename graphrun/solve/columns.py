@@ -71,8 +71,8 @@ class Columns(Variables[Linear]):
             self.selections += binaries or [ONE for _ in numbers]
         for copy, original in enumerate(program.stores):
             if copy != original and (selection := self.selections[copy]).terms:
-                chosen = self.selections[original] if original >= 0 else ZERO
-                model.add(selection <= chosen)
+                original_selection = self.selections[original] if original >= 0 else ZERO
+                model.add(selection <= original_selection)
         self._reads: list[dict[int, Linear]] = []
         # h by interval; empty where the backing store stays from its read on
         self._stores: list[list[Linear]] = []

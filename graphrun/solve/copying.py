@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from graphrun.model.copies import Copies, copyable_to, with_copies
+from graphrun.model.copies import ComponentCopies, copyable_to, least_copy_bytes, with_copies
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.granularity import split_as
@@ -34,13 +34,13 @@ def fastest_with_copies(problem: Problem, solution: Solution) -> Solution:
             bound = min(bound, other_bound)
         if other is None or other.seconds * CLEARLY > best.seconds:
             continue
-        copied = _for_original(problem, other, copies)
-        if copied is not None and not copied.excess_page_overheads():
-            best = copied
+        candidate = _for_original(problem, other, copies)
+        if candidate is not None and not candidate.excess_page_overheads():
+            best = candidate
     return replace(best, bound_seconds=min(bound, best.bound_seconds))
 
 
-def copies_that_fit(problem: Problem) -> Iterator[Copies]:
+def copies_that_fit(problem: Problem) -> Iterator[ComponentCopies]:
     """Yield for each secondary device the copies that it has room for, one at a time.
 
     Of equal devices, only the first.
@@ -58,24 +58,7 @@ def copies_that_fit(problem: Problem) -> Iterator[Copies]:
             yield copies
 
 
-def least_copy_bytes(problem: Problem, name: str, number: int) -> int:
-    """Return the fewest bytes that a copy of the component ``name`` takes on a secondary device.
-
-    Its weights in the smallest variant that is allowed, and the activation of a call.
-    """
-    copied = with_copies(problem, [(name, number)])
-    copy = next(component for component in copied.components if component.copy_of == name)
-    activation_bytes = [
-        max(phase.first_bytes, phase.steady_bytes)
-        for phase in copied.phases
-        if any(use.component == copy.name for use in phase.uses)
-    ]
-    return min(map(copy.weight_bytes, problem.usable(copy)), default=1 << 62) + max(
-        activation_bytes, default=0
-    )
-
-
-def _for_original(problem: Problem, solution: Solution, copies: Copies) -> Solution | None:
+def _for_original(problem: Problem, solution: Solution, copies: ComponentCopies) -> Solution | None:
     """Return the plan of ``solution``, whose problem has ``copies``, for ``problem``."""
     original = split_as(problem, solution.problem)
     names = {component.name: component.variants[0].name for component in solution.chosen.components}
@@ -89,6 +72,4 @@ def _for_original(problem: Problem, solution: Solution, copies: Copies) -> Solut
             if len(component.variants) > 1
         ),
     )
-    return checked_solution(
-        original, plan, solution.bound_seconds, solution.objective_seconds
-    )
+    return checked_solution(original, plan, solution.bound_seconds, solution.objective_seconds)

@@ -248,9 +248,12 @@ def _off_device(
     if part == "load":
         return seconds, 0.0, (0,) * len(problem.secondaries)
     transfers = use.calls_in(part) * sum(transfer_seconds(problem, use, component).values())
-    total, nbytes = seconds + transfers, tuple(
-        bytes_on_secondary(activation, [(use, component)], number)
-        for number in range(1, len(problem.secondaries) + 1)
+    total, nbytes = (
+        seconds + transfers,
+        tuple(
+            bytes_on_secondary(activation, [(use, component)], number)
+            for number in range(1, len(problem.secondaries) + 1)
+        ),
     )
     return (transfers, total, nbytes) if component.copy_of else (total, 0.0, nbytes)
 

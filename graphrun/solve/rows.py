@@ -253,13 +253,13 @@ class Rows(Generic[Quantity]):
             for n, variant_choice in enumerate(program.variant_choices)
             if variant_choice.read_seconds
         ]
-        beside = [variables.chosen(n) * s for n, s in enumerate(interval.beside_seconds) if s]
+        copy_seconds = [variables.chosen(n) * s for n, s in enumerate(interval.beside_seconds) if s]
         if program.problem.hardware.serial_copies:
             busy += links.pop(0)
         yield variables.total(busy)
         yield from map(variables.total, links)
-        if beside:
-            yield variables.total(beside)
+        if copy_seconds:
+            yield variables.total(copy_seconds)
         yield variables.total(disk)
 
     def _overlap_set_seconds(

@@ -7,10 +7,10 @@ slot), ring buffers, activation, values and inputs.
 
 Each secondary device has its own copy channel. The slot's loads are issued in one order for all
 devices, but a copy waits only for earlier copies to the same device. All devices share the compute
-channel, because one of them computes at a time; only a copy of a component (`graphrun.model.copies`)
-computes while the component does. A call on a secondary device begins and ends with transfers
-between the devices. If a component is split, each of its blocks on a secondary device begins and
-ends with transfers.
+channel, because one of them computes at a time; only a copy of a component
+(`graphrun.model.copies`) computes while the component does. A call on a secondary device begins and
+ends with transfers between the devices. If a component is split, each of its blocks on a secondary
+device begins and ends with transfers.
 
 `graphrun.verify.timeline` has the order of copies, compute and reads in a slot.
 

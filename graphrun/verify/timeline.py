@@ -35,8 +35,8 @@ room there. Reads into backing stores take place when a bounce buffer is full, i
 fetched bytes, like prefetches between streamed blocks. A read that a copy or a computation waits
 for is done at once. The others come last.
 
-A copy of a component (`graphrun.model.copies`) computes from the transfer of its arguments on, while
-the component computes. The prediction is transferred when both are done.
+A copy of a component (`graphrun.model.copies`) computes from the transfer of its arguments on,
+while the component computes. The prediction is transferred when both are done.
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ class Timeline:
         self._serial_copies = serial_copies
         self._copied_components = copied_components
         # of a copy's call that has not been joined: its end, and seconds to transfer its results
-        self._beside: tuple[float, float] | None = None
+        self._copy_call: tuple[float, float] | None = None
         if serial_copies:
             self._compute_free = copies_from_seconds
         self._secondaries, self._transfers, self._hops = secondaries, transfers, hops
@@ -526,15 +526,15 @@ class Timeline:
                 clock_seconds = max(clock_seconds, self._available(work))
             begin_seconds = clock_seconds if begin_seconds is None else begin_seconds
             clock_seconds += work.seconds
-        self._beside = clock_seconds, back_seconds
+        self._copy_call = clock_seconds, back_seconds
         self._record_call(call, begin_seconds, clock_seconds)
 
     def _join(self) -> None:
         """Wait for the copy's call, and transfer its results."""
-        if self._beside is not None:
-            end_seconds, back_seconds = self._beside
+        if self._copy_call is not None:
+            end_seconds, back_seconds = self._copy_call
             self._compute_free = max(self._compute_free, end_seconds) + back_seconds
-            self._beside = None
+            self._copy_call = None
 
     def _call(self, call: SlotCall) -> None:
         name, _, works = call
@@ -632,9 +632,7 @@ class Timeline:
         self._record_call(call, begin_seconds, self._compute_free)
         self._join()
 
-    def _record_call(
-        self, call: SlotCall, begin_seconds: float | None, end_seconds: float
-    ) -> None:
+    def _record_call(self, call: SlotCall, begin_seconds: float | None, end_seconds: float) -> None:
         span = self.calls.get(
             (call.component, call.call),
             TimeSpan("run", call.works[0].key, call.call, begin_seconds or 0.0, 0.0),

@@ -31,5 +31,14 @@ def test_a_copy_computes_every_other_call_at_the_same_time(name: str, passed: bo
             output = trace.outputs["image" if "image" in trace.outputs else "video"]
             assert np.array_equal(pixels(output), expected)
             for report, actual in trace.pairs_with(reports):
-                print(report.phase, report.part, report.seconds, actual.end_seconds-actual.start_seconds, report.peak_bytes, actual.peak_bytes, report.secondary_peaks, actual.secondary_peaks)
+                print(
+                    report.phase,
+                    report.part,
+                    report.seconds,
+                    actual.end_seconds - actual.start_seconds,
+                    report.peak_bytes,
+                    actual.peak_bytes,
+                    report.secondary_peaks,
+                    actual.secondary_peaks,
+                )
     assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0]
