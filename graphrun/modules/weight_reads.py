@@ -78,7 +78,7 @@ class DeferredTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **(kwargs or {}))
-            if func is _DEVICE:
+            if func == _DEVICE:  # a new object at each access
                 return args[0]._device
             if func is torch.Tensor.__getitem__ and not _has_tensor(args[1]):
                 source, index = args

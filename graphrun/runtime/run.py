@@ -319,6 +319,10 @@ class PlanRun:
         self._advance(self._slots_to_open(component, entry, args, kwargs))
         assert self._open is not None
         start = self._open.enter(component)
+        clock_device = self._device
+        if is_copy:
+            clock_device = self._device.all_devices[self._variants[component].secondary]
+            start = clock_device.mark("compute")
         self.hook.call_begins(component, entry, args, kwargs)
         if original in self._host.casts:
             proceed = _cast(proceed, *self._host.casts[original])
@@ -332,8 +336,8 @@ class PlanRun:
             residency = self._host.residencies[component]
             staying_outputs = self._staying_outputs(component) if residency.splits else {}
             result = call_split(self._device, residency, staying_outputs, proceed, args, kwargs)
-        end = self._device.mark("compute")
-        self._recorder.note("run", component, entry, 0, (start, end))
+        end = clock_device.mark("compute")
+        self._recorder.note("run", component, entry, 0, (start, end), clock_device)
         if (
             self._variants[component].precision in QUANTIZED
             and component not in self._measured_components
@@ -341,7 +345,9 @@ class PlanRun:
             # not earlier: 8-bit layers may take more memory after their first call
             self._measured_components.add(component)
             size = self._host.residencies[component].measured_bytes()
-            self._recorder.note("size", component, "after its first call", size, (end, end))
+            self._recorder.note(
+                "size", component, "after its first call", size, (end, end), clock_device
+            )
         self.hook.call_ends(component, entry, result)
         return result
 
