@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from graphrun.errors import PlanError
 from graphrun.model.choices import apply_choices
+from graphrun.model.copies import original_name
 from graphrun.model.plan import Plan, Violation
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Variant
 from graphrun.model.splits import with_splits
@@ -139,6 +140,18 @@ def _splits(problem: Problem, plan: Plan) -> Iterator[Violation]:
 
 
 def _copies(problem: Problem, plan: Plan) -> Iterator[Violation]:
+    variant_names = dict(plan.variants)
+    chosen_variants = {
+        c.name: _chosen_variant(c, variant_names.get(c.name)) for c in problem.components
+    }
+    for component in problem.components:
+        variant, original = chosen_variants[component.name], chosen_variants.get(component.copy_of)
+        if component.copy_of and variant and original and original_name(variant) != original.name:
+            yield plan_violation(
+                "copy",
+                f"{component.name} is in the variant {variant.name}, and {component.copy_of} in "
+                f"{original.name}",
+            )
     if not plan.copies:
         return
     try:

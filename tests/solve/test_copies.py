@@ -4,6 +4,7 @@ when the solver chooses them."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from planner_problems import component, hardware, problem
@@ -13,9 +14,11 @@ from graphrun.model.copies import copyable_to, least_copy_bytes, with_copies, wi
 from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import PhaseNumbers, Problem, Secondary, Use
+from graphrun.report.verdicts import gain_text
 from graphrun.solve import copying, pages, search
 from graphrun.solve.solve import solve
 from graphrun.verify.check import check
+from graphrun.verify.coherence import incoherent
 from graphrun.verify.simulate import simulate
 
 PAIRS = 3
@@ -114,6 +117,53 @@ def test_a_component_without_pairs_has_no_copy() -> None:
     instance = without_pairs(guided())
     assert copyable_to(instance, "dit") == ()
     assert {v.rule for v in check(instance, plan_for(instance))} == {"copy"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"calls": 5, "group_calls": (5,)},
+        {"group_calls": (3,)},
+        {"transfer": ()},
+    ],
+)
+def test_a_problem_whose_calls_are_not_pairs_is_refused(change: dict[str, Any]) -> None:
+    instance = guided()
+    (phase,) = instance.phases
+    odd = replace(instance, phases=(replace(phase, uses=(replace(phase.uses[0], **change),)),))
+    assert any("are not pairs" in text for text in incoherent(odd))
+
+
+def test_a_problem_with_a_wrong_copy_is_refused() -> None:
+    problem_with_copy = with_copies(guided(), [("dit", 1)])
+    assert not [*incoherent(problem_with_copy)]
+    original, copy = problem_with_copy.components
+    (phase,) = problem_with_copy.phases
+    for components, uses in (
+        ((original, replace(copy, copy_of="vae")), phase.uses),
+        ((copy, original), phase.uses),
+        ((original, replace(copy, variants=original.variants)), phase.uses),
+        ((original, copy), phase.uses[::-1]),
+        ((original, copy), (phase.uses[0], replace(phase.uses[1], calls=2))),
+    ):
+        broken = replace(
+            problem_with_copy, components=components, phases=(replace(phase, uses=uses),)
+        )
+        assert [*incoherent(broken)]
+        assert {v.rule for v in check(broken, replace(plan_for(broken), copies=()))} == {"problem"}
+
+
+def test_a_copy_in_another_precision_is_refused() -> None:
+    main, twin = guided().components[0].variants
+    variants = (main, twin, *(replace(v, precision="int8") for v in (main, twin)))
+    instance = guided()
+    dit = replace(instance.components[0], variants=variants)
+    instance = with_copies(replace(instance, components=(dit,)), [("dit", 1)])
+    plan = replace(plan_for(instance), copies=())
+    for name, rules in (("bfloat16", set()), ("int8", {"copy"})):
+        names = (("dit", "bfloat16 pinned device"), ("dit@1", f"{name} pinned device1"))
+        violations = check(instance, replace(plan, variants=names))
+        assert {violation.rule for violation in violations} == rules
 
 
 def test_a_copy_waits_for_the_backing_store_of_its_original() -> None:
@@ -269,3 +319,26 @@ def test_the_phase_of_a_copy_has_half_the_calls_of_each() -> None:
         ("dit@1", PAIRS),
         ("dit", PAIRS),
     ]
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "secondary_bytes", "text"),
+    [
+        (1.0, 8000, "; both calls of guidance run at once, with a copy of dit on device1"),
+        (3.0, 8000, "; both calls of guidance at once: a copy of dit on device1 is not faster"),
+        (
+            1.0,
+            2048,
+            "; both calls of guidance at once: a copy of dit on device1 needs 2.50 KiB of 2.00 KiB",
+        ),
+    ],
+)
+def test_the_second_line_says_how_guidance_runs(
+    slowdown: float, secondary_bytes: int, text: str
+) -> None:
+    instance = guided(slowdown, secondary_bytes=secondary_bytes)
+    solution = solve(instance)
+    seconds = solve(without_pairs(instance)).seconds
+    assert text in gain_text(solution, seconds)
+    assert text in gain_text(solution, None)
+    assert "guidance" not in gain_text(solve(without_pairs(instance)), seconds)
