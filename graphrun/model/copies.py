@@ -40,14 +40,14 @@ def with_copies(problem: Problem, copies: ComponentCopies) -> Problem:
 def copyable_to(problem: Problem, name: str) -> tuple[int, ...]:
     """Return the numbers of the secondary devices that may have a copy of the component ``name``.
 
-    Its calls come in pairs (`Use.has_pairs`) in some phase, and it is not split.
+    Its calls come in pairs (`Use.pairs`) in some phase, and it is not split.
     """
     component = next((c for c in problem.components if c.name == name), None)
     if component is None or component.granularity == "layers" or component.copy_of:
         return ()
     if any(group.secondary for group in component.groups):
         return ()
-    if not any(use.has_pairs for use in _uses(problem, name)):
+    if not any(use.pairs for use in _uses(problem, name)):
         return ()
     return tuple(
         number
@@ -77,7 +77,7 @@ def without_pairs(problem: Problem) -> Problem:
     """Return ``problem`` without copies to choose from."""
 
     def plain(phase: PhaseNumbers) -> PhaseNumbers:
-        return replace(phase, uses=tuple(replace(use, has_pairs=False) for use in phase.uses))
+        return replace(phase, uses=tuple(replace(use, pairs=()) for use in phase.uses))
 
     options = (
         replace(option, phases=tuple(map(plain, option.phases))) for option in problem.options
@@ -122,7 +122,7 @@ def _with_copy(problem: Problem, name: str, secondary: int) -> Problem:
     copy_name = f"{name}@{secondary}"
 
     def with_copied_calls(phase: PhaseNumbers) -> PhaseNumbers:
-        use = next((use for use in phase.uses if use.component == name and use.has_pairs), None)
+        use = next((use for use in phase.uses if use.component == name and use.pairs), None)
         plain_uses = tuple(
             replace(other, live_tensors=(), layers=None) if other.component == name else other
             for other in phase.uses
@@ -136,11 +136,14 @@ def _with_copy(problem: Problem, name: str, secondary: int) -> Problem:
             group_calls=tuple(calls // 2 for calls in use.group_calls),
             live_tensors=(),
             layers=None,
-            has_pairs=False,
+            pairs=(),
         )
         return replace(
             phase,
-            uses=(replace(half, component=copy_name), half),
+            uses=(
+                replace(_scaled(half, use.pairs[0]), component=copy_name),
+                _scaled(half, use.pairs[1]),
+            ),
             first_bytes=max(phase.first_bytes, phase.steady_bytes),
             trace=_split_trace(phase.trace, copy_name),
         )
@@ -166,6 +169,15 @@ def _with_copy(problem: Problem, name: str, secondary: int) -> Problem:
             replace(option, phases=tuple(map(with_copied_calls, option.phases)))
             for option in problem.options
         ),
+    )
+
+
+def _scaled(use: Use, factor: float) -> Use:
+    """Return ``use`` with ``factor`` times its seconds."""
+    return replace(
+        use,
+        seconds=tuple(factor * seconds for seconds in use.seconds),
+        order=tuple((k, i, factor * seconds) for k, i, seconds in use.order),
     )
 
 

@@ -54,7 +54,7 @@ _OPTIONAL = (
     "live_tensors",
     "secondary",
     "copy_of",
-    "has_pairs",
+    "pairs",
     "compiled_gain",
     "dtypes",
     "serial_copies",
@@ -381,8 +381,9 @@ class Use:
 
     Only with secondary devices: ``transfer``, bytes of the tensors that one call on such a device
     receives and returns; ``live_tensors``, passed between blocks of a call, and between blocks and
-    other code. No live tensors: the blocks may not compute on several devices. ``has_pairs``: two
-    calls follow one another in each step, and the second needs nothing from the first.
+    other code. No live tensors: the blocks may not compute on several devices. ``pairs``: two calls
+    follow one another in each step, and the second needs nothing from the first; factors of the
+    first and of the second on ``seconds``.
     """
 
     component: str
@@ -394,7 +395,7 @@ class Use:
     layers: Use | None = None
     transfer: tuple[int, ...] = ()
     live_tensors: tuple[LiveTensor, ...] = ()
-    has_pairs: bool = False
+    pairs: tuple[float, ...] = ()
 
     def passes_of(self, number: int) -> int:
         return self.passes[number] if self.passes else 1

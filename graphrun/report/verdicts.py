@@ -212,7 +212,7 @@ def _copies_text(solution: Solution) -> str:
     if solution.plan.copies:
         copies = " and ".join(f"{name} on device{number}" for name, number in solution.plan.copies)
         return f"; both calls of guidance run at once, with a copy of {copies}"
-    pairs = {use.component for phase in problem.phases for use in phase.uses if use.has_pairs}
+    pairs = {use.component for phase in problem.phases for use in phase.uses if use.pairs}
     for name in sorted(pairs):
         needs = {
             number: least_copy_bytes(problem, name, number) for number in copyable_to(problem, name)

@@ -189,8 +189,9 @@ def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iter
     yield from _twice(phase.name, [use.component for use in phase.uses])
     yield from _trace(phase.name, phase.trace, components)
     for use in phase.uses:
-        if use.has_pairs and (
-            len(phase.uses) > 1
+        if use.pairs and (
+            len(use.pairs) != 2
+            or len(phase.uses) > 1
             or use.calls % 2
             or {*use.group_calls} - {0, use.calls}
             or len(use.transfer) != 2

@@ -75,7 +75,7 @@ STREAMED = TEXT.format(
 
 def small_case() -> Problem:
     """A component that is called twice a step, on two equal devices."""
-    calls = replace(use("a", 2 * STEPS, ON), transfer=(PASSED, PASSED), has_pairs=True)
+    calls = replace(use("a", 2 * STEPS, ON), transfer=(PASSED, PASSED), pairs=(1.0, 1.0))
     problem = small_problem({"a": Small()}, [[calls]], ON)
     (component,) = problem.components
     variant = component.variants[0]
@@ -294,6 +294,6 @@ def test_a_copy_needs_room_on_the_second_device() -> None:
     options: dict[str, Any] = {"inputs": SMALL, "ram": "8G", "hardware": "sim"}
     problem = graphrun.estimate(graph, vram="64M,2M", **options)
     assert isinstance(problem.secondaries[0], Secondary)
-    assert [use.has_pairs for phase in problem.phases for use in phase.uses] == [False, True, False]
+    assert [bool(u.pairs) for phase in problem.phases for u in phase.uses] == [False, True, False]
     assert with_copies(problem, [("transformer", 1)]).component("transformer@1").copy_of
     assert graphrun.plan(problem).plan.copies == ()

@@ -52,7 +52,7 @@ def guided(
     dit = component("dit", ("k", 2, 1024), seconds_per_byte=1 / 1024)
     main = replace(dit.variants[0], read_seconds=read_seconds)
     twin = replace(main, device="device1", streamable=False, slowdown=slowdown)
-    use = Use("dit", 2 * PAIRS, (2 * PAIRS,), (3.0,), transfer=(512, 1024), has_pairs=True)
+    use = Use("dit", 2 * PAIRS, (2 * PAIRS,), (3.0,), transfer=(512, 1024), pairs=(1.0, 1.0))
     phases = (PhaseNumbers("s", 0, (use,), 0, ACTIVATION, ACTIVATION),)
     instance = problem(budget_bytes, (replace(dit, variants=(main, twin)),), phases, card=links)
     return replace(instance, secondaries=(Secondary(links, secondary_bytes),))
@@ -79,6 +79,16 @@ def test_a_pair_takes_the_longer_call_and_the_transfers(
     assert steady.compute_seconds == pytest.approx(2 * max(6, 6 * slowdown))
     assert steady.peak_bytes == WEIGHTS + ACTIVATION
     assert steady.secondary_peaks == (WEIGHTS + ACTIVATION + ARGUMENTS,)
+
+
+def test_the_calls_of_a_pair_may_take_different_seconds() -> None:
+    instance = guided()
+    (phase,) = instance.phases
+    for pairs, pair_seconds in (((0.5, 1.5), 1 + 9 + 2), ((1.5, 0.5), 1 + 9 + 2)):
+        use = replace(phase.uses[0], pairs=pairs)
+        uneven = replace(instance, phases=(replace(phase, uses=(use,)),))
+        first = simulate(uneven, plan_for(uneven)).slots[1]
+        assert first.seconds == pytest.approx(pair_seconds)
 
 
 def test_the_text_of_a_copy_is_read_back() -> None:
@@ -125,6 +135,7 @@ def test_a_component_without_pairs_has_no_copy() -> None:
         {"calls": 5, "group_calls": (5,)},
         {"group_calls": (3,)},
         {"transfer": ()},
+        {"pairs": (1.0,)},
     ],
 )
 def test_a_problem_whose_calls_are_not_pairs_is_refused(change: dict[str, Any]) -> None:
