@@ -141,9 +141,11 @@ def test_a_small_component_and_its_copy(
 
 def test_a_copy_is_loaded_from_the_backing_store_that_the_plan_reads(tmp_path: Path) -> None:
     problem = small_case()
-    stored = in_backing_store("pinned", "a", ON)
-    twin = replace(stored.variants[0], device="device1", streamable=False)
-    problem = replace(problem, components=(replace(stored, variants=(*stored.variants, twin)),))
+    component = in_backing_store("pinned", "a", ON)
+    twin = replace(component.variants[0], device="device1", streamable=False)
+    problem = replace(
+        problem, components=(replace(component, variants=(*component.variants, twin)),)
+    )
     text = RESIDENT.replace("      load a@1", "      read a\n      load a@1", 1)
     plan = plan_of(problem, f"variant a float32 pinned device{text}")
     assert check(problem, plan) == ()

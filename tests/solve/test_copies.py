@@ -157,11 +157,13 @@ def test_a_problem_with_a_wrong_copy_is_refused() -> None:
         ((original, copy), phase.uses[::-1]),
         ((original, copy), (phase.uses[0], replace(phase.uses[1], calls=2))),
     ):
-        broken = replace(
+        changed_problem = replace(
             problem_with_copy, components=components, phases=(replace(phase, uses=uses),)
         )
-        assert [*incoherent(broken)]
-        assert {v.rule for v in check(broken, replace(plan_for(broken), copies=()))} == {"problem"}
+        assert [*incoherent(changed_problem)]
+        assert {
+            v.rule for v in check(changed_problem, replace(plan_for(changed_problem), copies=()))
+        } == {"problem"}
 
 
 def test_a_copy_in_another_precision_is_refused() -> None:
