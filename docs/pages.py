@@ -219,6 +219,8 @@ def plan_text() -> str:
         "variant": "Precision, backing store and computing device of a component that has several.",
         "split": "Consecutive blocks of a component that compute on a secondary device, as the "
         "groups `NAME@1`.",
+        "copy": "A copy of a component on a secondary device, `NAME@1`, which makes the first call "
+        "of each step.",
         "option": "The option of a stage.",
         "order": "The order of the stages, if it is not the graph's.",
     }

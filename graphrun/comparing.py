@@ -111,7 +111,7 @@ class EngineComparison:
         from graphrun.profile.engines import Wish
 
         solution = self.solution
-        components = solution.chosen.components
+        components = solution.components
         wish = Wish(
             self.graph,
             solution.problem.hardware,
@@ -251,7 +251,7 @@ def losses(engine: Engine, graph: Graph, solution: Solution) -> list[str]:
     from graphrun.profile.engines import FEATURES
 
     problem, plan = solution.problem, solution.plan
-    variants = {item.name: item.variants[0] for item in solution.chosen.components}
+    variants = {item.name: item.variants[0] for item in solution.components}
     streams = {
         action.component: dict(action.keep or ())
         for slot in plan.slots
@@ -274,7 +274,8 @@ def losses(engine: Engine, graph: Graph, solution: Solution) -> list[str]:
         ],
         "disk": ["" for variant in variants.values() if variant.backing_store == "disk"][:1],
         "devices": [name for name, variant in variants.items() if variant.secondary]
-        + [name for name, *_ in plan.splits],
+        + [name for name, *_ in plan.splits]
+        + [name for name, _ in plan.copies],
         "cpu": [name for name, variant in variants.items() if variant.device == "cpu"],
         "tiling": ["" for _, name in plan.options if name == "tiling"][:1],
         "options": [

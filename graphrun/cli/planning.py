@@ -381,9 +381,7 @@ def chooses_checkpoints(graph: Graph, options: PlanOptions) -> bool:
 
 def precisions_of(solution: Solution) -> dict[str, str]:
     """Return the precision of each component in the plan ``solution``."""
-    return {
-        component.name: component.variants[0].precision for component in solution.chosen.components
-    }
+    return {component.name: component.variants[0].precision for component in solution.components}
 
 
 def quantizing_of(graph_plan: Planned, cache: Path | None) -> tuple[QuantizingCost, ...]:
@@ -392,7 +390,7 @@ def quantizing_of(graph_plan: Planned, cache: Path | None) -> tuple[QuantizingCo
 
     solution, graph = graph_plan.solution, graph_plan.graph
     hardware = solution.problem.hardware
-    costs = quantizing_costs(solution.chosen.components, hardware)
+    costs = quantizing_costs(solution.components, hardware)
     costs = tuple(cost for cost in costs if graph.components[cost.component].source is not None)
     if cache is None or not costs:
         return ()

@@ -23,6 +23,7 @@ from graphrun.cluster.placement import Column, StageSpan, column_of, parts_of, s
 from graphrun.disk_store import store_in
 from graphrun.graph.graph import Graph
 from graphrun.model.choices import use_with
+from graphrun.model.copies import without_pairs
 from graphrun.model.problem import Hardware, Problem, Secondary, Use, ValueNumbers
 from graphrun.store import fitting_for
 
@@ -277,7 +278,8 @@ class Planner:
                 [member.hardware for member in kind.members],
             )
             arguments = {**self._arguments, **limits, "vram": vram, "hardware": hardware}
-            self._problems[kind] = api.estimate(self._graph, **arguments)
+            # `lower_bound_seconds` does not bound plans with copies
+            self._problems[kind] = without_pairs(api.estimate(self._graph, **arguments))
         return self._problems[kind]
 
     def price(self, kind: DeviceClass, stages: tuple[str, ...], share: float) -> Column | None:

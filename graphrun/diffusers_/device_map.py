@@ -40,7 +40,7 @@ def device_maps(graph: Graph, solution: Solution) -> dict[str, dict[str, DeviceP
     """Return {component: {path of a module or bare parameter: ``0``, ``"cpu"`` or ``"disk"``}}.
     Pass each map to ``dispatch_model(module, map, main_device=0)``. ``graph``: of ``solution``."""
     maps: dict[str, dict[str, DevicePlacement]] = {}
-    for numbers in solution.chosen.components:
+    for numbers in solution.components:
         streams = [
             action
             for slot in solution.plan.slots

@@ -77,9 +77,7 @@ class _Script:
             )
         self.encode, self.denoise, self.decode = graph.stages
         self.pipeline: Any = resolve_class(graph.pipeline, graph.trust, graph.file_line, "pipeline")
-        self.variants = {
-            component.name: component.variants[0] for component in solution.chosen.components
-        }
+        self.variants = {component.name: component.variants[0] for component in solution.components}
         self.inputs = graph.for_planning(dict(self.problem.settings))
         if random := [
             name
@@ -174,6 +172,11 @@ class _Script:
                 yield (
                     f"- {name}: {blocks_text(blocks)} compute on device{secondary}, a further "
                     "device; here they run on the first"
+                )
+            for _, secondary in (copy for copy in self.plan.copies if copy[0] == name):
+                yield (
+                    f"- {name}: a copy on device{secondary} makes half of the calls; here {name} "
+                    "makes all of them"
                 )
             if variant.device == "cpu":
                 yield f"- {name}: runs on the CPU; here it runs on the device"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from graphrun.errors import PlanError
+from graphrun.model.copies import copied_name, with_copies
 from graphrun.model.plan import Plan
 from graphrun.model.problem import (
     ComponentNumbers,
@@ -137,13 +138,16 @@ def apply_choices(problem: Problem, plan: Plan) -> Problem:
     Raises PlanError if a choice does not exist in the problem or is not allowed.
     """
     reordered = with_splits(reorder(problem, plan.order, dict(plan.options)), plan.splits)
+    reordered = with_copies(reordered, plan.copies)
     names = dict(plan.variants)
     if unknown := sorted(set(names) - {component.name for component in problem.components}):
         raise PlanError(f"variant: the problem has no component {', '.join(unknown)}")
-    variants_by_name = {
-        component.name: _variant(reordered, component, names.get(component.name))
-        for component in reordered.components
-    }
+    variants_by_name = dict[str, Variant]()
+    for component in reordered.components:
+        name = names.get(component.name)
+        if component.copy_of and name is None:  # the plan names the variant of the original
+            name = copied_name(component, variants_by_name[component.copy_of])
+        variants_by_name[component.name] = _variant(reordered, component, name)
     components = tuple(
         replace(
             component,

@@ -8,6 +8,8 @@ A plan has no peak and no time (see `simulate`), and may be invalid (see `check`
     variant vae bfloat16 pinned device1      the same, on the first secondary device
     split transformer device1 double[12-18]  consecutive blocks on the first secondary device: the
                                              group ``double@1``; both groups are numbered from 0
+    copy transformer device1                 its copy ``transformer@1`` there makes the first call
+                                             of each step, while the component makes the second
     option decode tiling                     chosen option of a stage, if any
     order encode denoise decode              order of the stages, if not the problem's
     slot denoise/0:transformer steady x27
@@ -136,7 +138,8 @@ class Plan:
     (stage, `StageOption.name`). ``order``: stages; empty if it is the problem's order.
     ``further_slots``: slots of every run of a session after the first. ``finds``: blocks on the
     device when ``slots`` begin. ``leaves``: blocks on the device when any run of a session ends.
-    ``splits``: blocks on secondary devices.
+    ``splits``: blocks on secondary devices. ``copies``: (component, number of the secondary device
+    with its copy).
     """
 
     problem: str
@@ -148,6 +151,7 @@ class Plan:
     finds: tuple[tuple[str, BlockNames], ...] = ()
     leaves: tuple[tuple[str, BlockNames], ...] = ()
     splits: tuple[Split, ...] = ()
+    copies: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -273,6 +277,7 @@ def plan_text(plan: Plan) -> str:
         f"split {component} device{secondary} {blocks_text(blocks)}"
         for component, secondary, blocks in plan.splits
     ]
+    lines += [f"copy {component} device{secondary}" for component, secondary in plan.copies]
     lines += [f"option {stage} {name}" for stage, name in plan.options]
     lines += [f"order {' '.join(plan.order)}"] if plan.order else []
     for number, slot in enumerate((*plan.slots, *plan.further_slots)):
@@ -334,6 +339,10 @@ def parse(text: str, name: str = "plan", lists: BlockLists | None = None) -> Pla
         for verb in ("finds", "leaves")
     )
     splits = tuple(_split(line, name, lists) for line in choices["split"])
+    copies = tuple(
+        (component, int(device.removeprefix("device")))
+        for component, device in map(_pair, choices["copy"])
+    )
     return Plan(
         digest,
         first_slots,
@@ -344,6 +353,7 @@ def parse(text: str, name: str = "plan", lists: BlockLists | None = None) -> Pla
         finds,
         leaves,
         splits,
+        copies,
     )
 
 
@@ -373,6 +383,7 @@ CHOICE_LINES: Mapping[str, tuple[str, str]] = {
         "variant COMPONENT PRECISION pinned|pageable|disk|file device|device1|cpu",
     ),
     "split": (r"split (\S+ device[1-9] .+)", "split COMPONENT device1 BLOCKS"),
+    "copy": (r"copy (\S+ device[1-9])", "copy COMPONENT device1"),
     "option": (r"option (\S+ \S+)", "option STAGE NAME"),
     "order": (r"order (.+)", "order STAGE STAGE ..."),
 }

@@ -53,6 +53,8 @@ _OPTIONAL = (
     "secondary_bytes",
     "live_tensors",
     "secondary",
+    "copy_of",
+    "pairs",
     "compiled_gain",
     "dtypes",
     "serial_copies",
@@ -308,7 +310,8 @@ class ComponentNumbers:
     """A component: block groups in call order, and the variants of the graph.
 
     ``granularity``: whether the groups consist of blocks or layers. ``layers``: the same component
-    split into layers; None if that is not possible.
+    split into layers; None if that is not possible. ``copy_of``: the component whose weights this
+    copy on a secondary device has (`graphrun.model.copies`).
     """
 
     name: str
@@ -318,6 +321,7 @@ class ComponentNumbers:
     basis: Basis = "graph file"
     granularity: Granularity = "blocks"
     layers: ComponentNumbers | None = None
+    copy_of: str = ""
 
     def weight_bytes(self, variant: int = 0) -> int:
         """Return the device bytes of all blocks of variant number ``variant``."""
@@ -383,7 +387,9 @@ class Use:
 
     Only with secondary devices: ``transfer``, bytes of the tensors that one call on such a device
     receives and returns; ``live_tensors``, passed between blocks of a call, and between blocks and
-    other code. No live tensors: the blocks may not compute on several devices.
+    other code. No live tensors: the blocks may not compute on several devices. ``pairs``: two calls
+    follow one another in each step, and the second needs nothing from the first; factors of the
+    first and of the second on ``seconds``.
     """
 
     component: str
@@ -395,6 +401,7 @@ class Use:
     layers: Use | None = None
     transfer: tuple[int, ...] = ()
     live_tensors: tuple[LiveTensor, ...] = ()
+    pairs: tuple[float, ...] = ()
 
     def passes_of(self, number: int) -> int:
         return self.passes[number] if self.passes else 1

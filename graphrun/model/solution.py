@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphrun.model.plan import Plan
-from graphrun.model.problem import Problem
+from graphrun.model.problem import ComponentNumbers, Problem
 from graphrun.model.simulation import Simulation
 from graphrun.units import html_table, show_seconds, show_size
 
@@ -80,6 +80,11 @@ class Solution:
     def chosen(self) -> Problem:
         """``problem`` with the plan's choices applied."""
         return self.simulation.problem
+
+    @property
+    def components(self) -> tuple[ComponentNumbers, ...]:
+        """The components of the graph, each with its chosen variant; without copies."""
+        return tuple(component for component in self.chosen.components if not component.copy_of)
 
     def excess_page_overheads(self) -> dict[tuple[str, str], int]:
         """Return the page overhead of the slots that exceed the budget, by phase and part.

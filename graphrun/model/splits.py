@@ -526,7 +526,6 @@ def computing_on(problem: Problem, secondary: int) -> list[str]:
         )
         total = sum(len(group.blocks) for group in component.groups)
         if component.variants[0].secondary == secondary or blocks:
-            texts.append(
-                f"{component.name} ({blocks} of {total} blocks)" if blocks else component.name
-            )
+            name = f"a copy of {component.copy_of}" if component.copy_of else component.name
+            texts.append(f"{name} ({blocks} of {total} blocks)" if blocks else name)
     return texts

@@ -43,7 +43,7 @@ from graphrun.errors import BrokenPlan, InputError
 from graphrun.modules.compiled import is_compiled
 from graphrun.modules.dtype_variants import DtypeVariants, HostCasts
 from graphrun.modules.trees import tensors_in, walk
-from graphrun.modules.weight_reads import UnreadWeight, with_values
+from graphrun.modules.weight_reads import DeferredTensor, with_values
 
 # Methods besides `__call__` (which calls `forward`) that diffusers' pipelines call on components.
 # Their calls are always intercepted; calls of other public methods only if an argument contains a
@@ -324,7 +324,7 @@ class CallInterceptor:
             return value
         path = f"{location[1]}.{name}" if location[1] else name
         component = self._dtype_variant(location[0])
-        return UnreadWeight.of(
+        return DeferredTensor.of(
             value, self.device, functools.partial(self._reads, component, path, value)
         )
 

@@ -1,7 +1,9 @@
-"""A weight that code outside its component reads: copied to the device when it is computed with.
+"""Tensors that are copied to the device when code computes with them.
 
-Cosmos 3 looks at the dtype of every layer's weight before it denoises. Only reads of values cost a
-copy.
+- A weight that code outside its component reads. Cosmos 3 looks at the dtype of every layer's
+  weight before it denoises. Only reads of values cost a copy.
+- A prediction of a component's copy on a secondary device (`graphrun.model.copies`). The device
+  computes the next call before it waits for that prediction.
 """
 
 from __future__ import annotations
@@ -35,23 +37,23 @@ _METADATA = frozenset(
 _DEVICE = torch.Tensor.device.__get__
 
 
-class UnreadWeight(torch.Tensor):
-    """The shape and dtype of ``weight``, as a tensor on ``device``; ``copy`` returns its values."""
+class DeferredTensor(torch.Tensor):
+    """The shape and dtype of ``source``, as a tensor on ``device``; ``copy`` returns its values."""
 
     _device: torch.device
-    _copy: Callable[[], torch.Tensor]
+    _copy: Callable[[], torch.Tensor] | None
     _on_device: torch.Tensor | None
 
     @staticmethod
     def of(
-        weight: torch.Tensor, device: torch.device, copy: Callable[[], torch.Tensor]
+        source: torch.Tensor, device: torch.device, copy: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Return ``weight`` as an unread weight."""
+        """Return ``source`` as a deferred tensor."""
         shell = torch.Tensor._make_wrapper_subclass(
-            UnreadWeight,
-            weight.shape,
-            weight.stride(),
-            dtype=weight.dtype,
+            DeferredTensor,
+            source.shape,
+            source.stride(),
+            dtype=source.dtype,
             device=torch.device("meta"),
         )
         shell._device, shell._copy, shell._on_device = device, copy, None
@@ -59,9 +61,10 @@ class UnreadWeight(torch.Tensor):
 
     @property
     def on_device(self) -> torch.Tensor:
-        """The weight on the device, copied at the first use."""
+        """The tensor on the device, copied at the first use."""
         if self._on_device is None:
-            self._on_device = self._copy()
+            assert self._copy is not None
+            self._on_device, self._copy = self._copy(), None  # frees the source
         return self._on_device
 
     @classmethod
@@ -75,8 +78,16 @@ class UnreadWeight(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **(kwargs or {}))
-            if func is _DEVICE:
+            if func == _DEVICE:  # a new object at each access
                 return args[0]._device
+            if func is torch.Tensor.__getitem__ and not _has_tensor(args[1]):
+                source, index = args
+                meta = torch.empty_strided(
+                    source.shape, source.stride(), dtype=source.dtype, device="meta"
+                )
+                return DeferredTensor.of(
+                    meta[index], source._device, lambda: source.on_device[index]
+                )
         return func(*with_values(args), **with_values(kwargs or {}))
 
     @classmethod
@@ -90,8 +101,14 @@ class UnreadWeight(torch.Tensor):
         return func(*with_values(args), **with_values(kwargs or {}))
 
 
+def _has_tensor(index: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(index))
+
+
 def with_values(arguments: Any) -> Any:
-    """Return ``arguments`` with the values of unread weights in them; without any, unchanged."""
-    if not any(type(leaf) is UnreadWeight for leaf in tree_leaves(arguments)):
+    """Return ``arguments`` with the values of deferred tensors; without any, unchanged."""
+    if not any(type(leaf) is DeferredTensor for leaf in tree_leaves(arguments)):
         return arguments
-    return tree_map(lambda leaf: leaf.on_device if type(leaf) is UnreadWeight else leaf, arguments)
+    return tree_map(
+        lambda leaf: leaf.on_device if type(leaf) is DeferredTensor else leaf, arguments
+    )

@@ -30,6 +30,7 @@ from graphrun.model.problem import (
     ValueNumbers,
 )
 from graphrun.modules.source_files import commits_of
+from graphrun.profile.pairs import spans_with_pairs
 from graphrun.profile.phase_memory import phase_memories_of, pipeline_code_of
 from graphrun.profile.phase_traces import phase_traces_of, traces_of_option
 from graphrun.profile.recording import Call, ComponentProfile, DryRun, MemoryEvent, Recording
@@ -48,18 +49,22 @@ def problem_of(
     limits: ProblemLimits,
     inputs: Mapping[str, Any],
     stage_options: Iterable[tuple[str, str, DryRun]] = (),
+    *,
+    finds_pairs: bool = False,
 ) -> Problem:
     """Return the problem of running ``graph``, as recorded in ``dry_run``, on ``hardware``.
 
     ``stage_options``: (stage, option, dry run with it) for each stage option that a plan may
-    choose. Raises InputError for directives that cannot be obeyed.
+    choose. ``finds_pairs``: a run of the problem can compute with copies of components
+    (`graphrun.model.copies`). Raises InputError for directives that cannot be obeyed.
     """
     components = _components(graph, dry_run, hardware, limits)
-    phases, values = _phases(graph, dry_run, components, hardware, limits.allow)
+    finds_pairs = finds_pairs and bool(limits.secondaries)
+    phases, values = _phases(graph, dry_run, components, hardware, limits.allow, finds_pairs)
     options = []
     for stage, name, option_run in stage_options:
         option_phases = _option_phases(
-            graph, stage, option_run, components, hardware, values, limits.allow
+            graph, stage, option_run, components, hardware, values, limits.allow, finds_pairs
         )
         if [replace(phase, trace=PhaseTrace()) for phase in option_phases] != [
             replace(phase, trace=PhaseTrace()) for phase in phases if phase.stage == stage
@@ -173,6 +178,7 @@ def _phases(
     components: Mapping[str, ComponentNumbers],
     hardware: Hardware,
     allow: Collection[str],
+    finds_pairs: bool,
 ) -> tuple[tuple[PhaseNumbers, ...], tuple[ValueNumbers, ...]]:
     compiled_names = {name for name in components if graph.components[name].is_compiled(allow)}
     recording = dry_run.recording.as_compiled(compiled_names)
@@ -196,6 +202,7 @@ def _phases(
         pipeline_code_of(recording, spans, hardware) if off_device_names else [0] * len(spans)
     )
     traces = phase_traces_of(recording, spans, hardware)
+    pair_spans = spans_with_pairs(recording, spans) if finds_pairs else set()
     phases = []
     for number, (stage, (begin, end), memory) in enumerate(
         zip(stages, spans, memories, strict=True)
@@ -216,6 +223,7 @@ def _phases(
                     hardware,
                     transfer=name in secondary_names,
                     compiled=name in compiled_names,
+                    has_pairs=(begin, end) in pair_spans and name not in compiled_names,
                 )
                 for name, component_calls in calls.items()
             ),
@@ -237,9 +245,10 @@ def _option_phases(
     hardware: Hardware,
     values: Sequence[ValueNumbers],
     allow: Collection[str],
+    finds_pairs: bool,
 ) -> tuple[PhaseNumbers, ...]:
     """Return the phases of ``stage`` in ``option_run``; ``values``: without the option."""
-    phases, option_values = _phases(graph, option_run, components, hardware, allow)
+    phases, option_values = _phases(graph, option_run, components, hardware, allow, finds_pairs)
     stage_phases = [phase for phase in phases if phase.stage == stage]
     storages = {value.name: value.storages for value in values}
     keys = [

@@ -32,12 +32,14 @@ def use_of(
     *,
     transfer: bool = False,
     compiled: bool = False,
+    has_pairs: bool = False,
 ) -> Use:
     """Return how ``calls``, the calls of one phase, use ``component``, with layers where possible.
 
     ``transfer``: include the bytes transferred to a secondary device and back, the maximum over the
     calls. ``compiled``: blocks run as compiled code, so their seconds are divided by
-    `Hardware.compiled_gain` if that was measured.
+    `Hardware.compiled_gain` if that was measured. ``has_pairs``: the calls come in pairs
+    (`Use.pairs`); left out unless every block runs in both calls of a pair.
     """
     use = _block_use(component, calls, hardware, hardware.compiled_gain or 1.0 if compiled else 1.0)
     layers = _layer_use(component.layers, calls, hardware) if component.layers is not None else None
@@ -54,8 +56,19 @@ def use_of(
         use,
         transfer=transfer_bytes,
         live_tensors=live_tensors,
+        pairs=_pair_factors(calls, hardware)
+        if has_pairs and {*use.group_calls} <= {0, use.calls}
+        else (),
         layers=layers and replace(layers, transfer=transfer_bytes),
     )
+
+
+def _pair_factors(calls: Sequence[Call], hardware: Hardware) -> tuple[float, float]:
+    """Return the mean seconds of the first and of the second calls, relative to all calls."""
+    seconds = {id(call): sum(work_seconds(call, hardware)) for call in calls}
+    first, second = (sum(seconds[id(call)] for call in calls[start::2]) for start in (0, 1))
+    total = first + second
+    return (2 * first / total, 2 * second / total) if total else (1.0, 1.0)
 
 
 def _live_tensors(component: ComponentNumbers, calls: Sequence[Call]) -> tuple[LiveTensor, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphrun.device_kinds import kind_called
+from graphrun.model.copies import copyable_to, least_copy_bytes
 from graphrun.model.problem import Problem
 from graphrun.model.ranges import probable_range
 from graphrun.model.simulation import Simulation
@@ -191,13 +192,39 @@ def gain_text(solution: Solution, seconds_alone: float | None) -> str:
         for number, secondary in enumerate(problem.secondaries, 1)
     )
     seconds = solution.seconds
+    copies_text = _copies_text(solution)
     if seconds_alone is None:
-        return f"without {names} nothing fits"
+        return f"without {names} nothing fits{copies_text}"
     alone_text = f"the first device alone takes {roughly(seconds_alone / problem.runs)} a run"
     saves = "saves" if len(problem.secondaries) == 1 else "save"
     if seconds_alone < HELPS * seconds:
         return (
-            f"{names} {saves} nothing here: {alone_text}. Another card helps with many pictures, "
-            "as a second copy of the model: graphrun plan --cluster (docs/howto/cluster.md)"
+            f"{names} {saves} nothing here: {alone_text}{copies_text}. "
+            "Another card helps with many pictures, as a second copy of the model: "
+            "graphrun plan --cluster (docs/howto/cluster.md)"
         )
-    return f"{names} {saves} {1 - seconds / seconds_alone:.0%}: {alone_text}"
+    return f"{names} {saves} {1 - seconds / seconds_alone:.0%}: {alone_text}{copies_text}"
+
+
+def _copies_text(solution: Solution) -> str:
+    """Return how guidance runs in parallel, or why not; "" if it makes one call a step."""
+    problem, texts = solution.problem, list[str]()
+    if solution.plan.copies:
+        copies = " and ".join(f"{name} on device{number}" for name, number in solution.plan.copies)
+        return f"; both calls of guidance run at once, with a copy of {copies}"
+    pairs = {use.component for phase in problem.phases for use in phase.uses if use.pairs}
+    for name in sorted(pairs):
+        needs = {
+            number: least_copy_bytes(problem, name, number) for number in copyable_to(problem, name)
+        }
+        if not needs:
+            continue
+        number = max(needs, key=lambda n: problem.secondaries[n - 1].effective_bytes - needs[n])
+        available = problem.secondaries[number - 1].effective_bytes
+        texts.append(
+            f"a copy of {name} on device{number} needs {show_size(needs[number])} of "
+            f"{show_size(available)}"
+            if needs[number] > available
+            else f"a copy of {name} on device{number} is not faster"
+        )
+    return f"; both calls of guidance at once: {', '.join(texts)}" if texts else ""

@@ -35,11 +35,21 @@ class SlotCursor:
         self._slot = -1
         self._call_counts: Counter[str] = Counter()
         self._excluded_stages: frozenset[str] = frozenset()
+        # component -> its copy, which makes every other call (`graphrun.model.copies`)
+        self._copies = {c.copy_of: c.name for c in problem.components if c.copy_of}
 
     def leave_out(self, stages: Collection[str]) -> None:
         """Declare that the run makes no call of ``stages``. Their slots then only move weights."""
         self._excluded_stages = frozenset(stages)
         self._uses |= {phase: {} for phase, stage in self._stages.items() if stage in stages}
+
+    def caller(self, component: str) -> str:
+        """Return who makes the next call into ``component``: itself, or its copy."""
+        copy = self._copies.get(component, component)
+        uses, counts = self._uses.get(self._open_slot.phase, {}), self._call_counts
+        if copy in uses and any(counts[name] < uses[name] for name in (copy, component)):
+            return copy if counts[copy] <= counts[component] else component
+        return copy if copy in self._next_uses()[1] else component
 
     def enter(self, component: str) -> list[int]:
         """Return the indices of the slots that a call into ``component`` opens, in order.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
+from graphrun.graph.parts import Component
 from graphrun.graph.precisions import QUANTIZED
 from graphrun.model.problem import ComponentNumbers, Granularity, Problem, Variant
 from graphrun.modules.build import build_part, draft, meta_modules
@@ -54,6 +55,7 @@ class Host:
     ) -> None:
         self.modules: dict[str, nn.Module] = {}
         self.residencies: dict[str, Residency] = {}
+        self.copies: dict[str, nn.Module] = {}  # of modules, by name (`graphrun.model.copies`)
         # dtype variants of modules that a pipeline may cast during a run
         self.dtype_variants: DtypeVariants | None = None
         self.parts: dict[str, Any] = {}  # built for the graph's ``parts``, by name
@@ -68,8 +70,10 @@ class Host:
         self._layout = _layout_key(problem)
         writers = writers or {}
         refuse_movers({name: module for name, module in modules.items() if name not in writers})
+        self._drafts: dict[str, Callable[[], nn.Module]] = {}  # of modules that a graph builds
         for numbers in problem.components:
-            self._add(modules[numbers.name], numbers, device, writers.get(numbers.name))
+            if not numbers.copy_of:
+                self._add(modules[numbers.name], numbers, device, writers.get(numbers.name))
         self.prepare()
 
     @classmethod
@@ -94,6 +98,8 @@ class Host:
         host.meta_modules = host._leases.enter_context(meta_modules(graph))
         host.modules = dict(host.meta_modules)  # a stage may list a component that it never calls
         for numbers in problem.components:
+            if numbers.copy_of:
+                continue  # `match_layout` adds them
             if numbers.name in prebuilt_modules and graph.component(numbers.name).loras:
                 raise InputError(
                     f"{numbers.name} was passed in, but the graph fuses a LoRA into it: leave it "
@@ -104,6 +110,9 @@ class Host:
             elif numbers.name in used_components:
                 component, precision = graph.component(numbers.name), numbers.variants[0].precision
                 module, writer = draft(component, graph, precision)
+                host._drafts[numbers.name] = functools.partial(
+                    _drafted, component, graph, precision
+                )
                 if component.is_compiled(problem.allow):
                     compile_blocks(
                         module,
@@ -150,15 +159,19 @@ class Host:
         """Bytes of weights on all devices now."""
         return sum(residency.loaded_bytes() for residency in self.residencies.values())
 
+    @property
+    def _all_modules(self) -> dict[str, nn.Module]:
+        return self.modules | self.copies
+
     @functools.cached_property
     def memos(self) -> tuple[Any, ...]:
         """Caches in the modules (such as functools.cache) with tensors; cleared between phases."""
-        return memos(self.modules)
+        return memos(self._all_modules)
 
     @functools.cached_property
     def moved_tables(self) -> tuple[MovedTables, ...]:
         """Tables that stages move to the device; moved back between phases, as plans expect."""
-        return tuple(moved_tables(self.modules))
+        return tuple(moved_tables(self._all_modules))
 
     def clear_memos(self) -> None:
         for memo in (*self.memos, *self.moved_tables):
@@ -180,7 +193,7 @@ class Host:
         """
         return tuple(
             HeldAttributes(child, attributes)
-            for _, child, attributes in attributes_of(self.modules)
+            for _, child, attributes in attributes_of(self._all_modules)
             if not any("bitsandbytes" in kind.__module__ for kind in type(child).mro())
         )
 
@@ -268,6 +281,26 @@ class Host:
                 self.modules[numbers.name], numbers, self._device, writer
             )
         self._layout = layout
+        for numbers in problem.components:
+            if numbers.copy_of:
+                self._add_copy(numbers)
+
+    def _add_copy(self, numbers: ComponentNumbers) -> None:
+        """Add the copy ``numbers`` of a component, unless it is there with its backing store."""
+        original, residency = self.residencies[numbers.copy_of], self.residencies.get(numbers.name)
+        if residency is not None and residency.backing_store is original.backing_store:
+            return
+        if numbers.name not in self.copies:
+            draft_module = self._drafts.get(numbers.copy_of)
+            self.copies[numbers.name] = (
+                draft_module() if draft_module is not None else _on_meta(original.module)
+            )
+            for name in ("memos", "moved_tables", "held_attributes"):
+                self.__dict__.pop(name, None)
+        self.residencies[numbers.name] = Residency(
+            self.copies[numbers.name], numbers, self._device, original=original
+        )
+        self._variants[numbers.name] = numbers.variants[0]
 
     def _add(
         self,
@@ -286,6 +319,22 @@ class Host:
         self.residencies[numbers.name] = Residency(module, numbers, device, writer)
         self._variants[numbers.name] = numbers.variants[0]
         self._writers[numbers.name] = writer
+
+
+def _drafted(component: Component, graph: Graph, precision: str) -> nn.Module:
+    return draft(component, graph, precision)[0]
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` with its parameters and buffers on meta."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if type(tensor) is nn.Parameter:
+            meta_tensor = torch.empty_like(tensor, device="meta")
+            memo[id(tensor)] = nn.Parameter(meta_tensor, requires_grad=tensor.requires_grad)
+        elif type(tensor) is torch.Tensor:
+            memo[id(tensor)] = torch.empty_like(tensor, device="meta")
+    return copy.deepcopy(module, memo)
 
 
 StoreLayout = tuple[Granularity, frozenset[tuple[str, int]], Variant]
@@ -319,7 +368,7 @@ def layout_of(numbers: ComponentNumbers) -> StoreLayout:
 
 
 def _layout_key(problem: Problem) -> _LayoutKey:
-    return problem.graph_digest, {c.name: layout_of(c) for c in problem.components}
+    return problem.graph_digest, {c.name: layout_of(c) for c in problem.components if not c.copy_of}
 
 
 def _differ_in_granularity_only(layout: _LayoutKey, other_layout: _LayoutKey) -> bool:

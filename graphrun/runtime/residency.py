@@ -114,8 +114,9 @@ class Residency:
     after block, so that at most one block is in memory twice. With ``writer``, its tensors are on
     meta until its backing store is read. With a `MappedWriter`, blocks contain only the tensors
     that the module has memory-mapped from files; they stay the host tensors, and all other tensors
-    stay where they are. Raises InputError if the module does not match ``numbers`` or is not on the
-    CPU.
+    stay where they are. ``original``: instead, ``module`` is a copy on meta of the module of this
+    residency, and has its backing store. Raises InputError if the module does not match ``numbers``
+    or is not on the CPU.
     """
 
     def __init__(
@@ -124,9 +125,11 @@ class Residency:
         numbers: ComponentNumbers,
         device: Device,
         writer: BlockWriter | None = None,
+        original: Residency | None = None,
     ) -> None:
         self.name = numbers.name
         self.module = module
+        self._is_copy = original is not None
         self.caller_owned = writer is None or isinstance(writer, MappedWriter)
         self._writer = writer
         self.granularity = numbers.granularity
@@ -142,17 +145,17 @@ class Residency:
         if variant.backing_store == "file" and writer is not None:
             file_blocks = _file_blocks(layouts, numbers, writer)
             layouts = {path: block.layout for path, block in file_blocks.items()}
-        _refuse_other_module(numbers, layouts, on_cpu=self.caller_owned)
+        _refuse_other_module(numbers, layouts, on_cpu=self.caller_owned and not self._is_copy)
         _refuse_inside_compiled(numbers, module)
-        if variant.backing_store == "disk":
+        if original is not None:
+            self.backing_store: Arena | Disk | FileStore = original.backing_store
+        elif variant.backing_store == "disk":
             if writer is None:
                 raise InputError(
                     f"{self.name} was passed in, but the plan reads it from disk: leave it out of "
                     "modules="
                 )
-            self.backing_store: Arena | Disk | FileStore = Disk(
-                layouts, device, writer, variant.host_bytes
-            )
+            self.backing_store = Disk(layouts, device, writer, variant.host_bytes)
         elif variant.backing_store == "file":
             if writer is None:
                 raise InputError(
@@ -184,7 +187,7 @@ class Residency:
         self._noted_contents: tuple[int, torch.Tensor] | None = None
         # block -> mark after its copy to the device, until compute waits for it
         self._arrivals: dict[str, Mark] = {}
-        if writer is None and isinstance(self.backing_store, Arena):
+        if writer is None and original is None and isinstance(self.backing_store, Arena):
             self._move_into_arena(self.backing_store, layouts)
 
     def place(self, numbers: ComponentNumbers, device: Device) -> None:
@@ -204,7 +207,9 @@ class Residency:
             {path: secondary.memory for path, secondary in secondary_devices.items()},
         ):
             self.release()
-            self.device = self.backing_store.device = main
+            self.device = main
+            if not self._is_copy:
+                self.backing_store.device = main
             self._secondary_devices = secondary_devices
 
     def device_of(self, path: str) -> Device:

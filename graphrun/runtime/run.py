@@ -18,7 +18,7 @@ from graphrun.model.problem import Problem
 from graphrun.model.simulation import SlotReport
 from graphrun.model.solution import Solution
 from graphrun.model.splits import transfers
-from graphrun.modules.interceptor import CallInterceptor
+from graphrun.modules.interceptor import CallInterceptor, entry_of
 from graphrun.modules.trees import walk, with_device_arguments
 from graphrun.ops import Stages
 from graphrun.runtime.cursor import SlotCursor
@@ -28,7 +28,7 @@ from graphrun.runtime.host import Host
 from graphrun.runtime.leftovers import leftovers
 from graphrun.runtime.slot import OpenSlot
 from graphrun.runtime.spilled import RunValues
-from graphrun.runtime.transfer import call_split, move_tensors
+from graphrun.runtime.transfer import call_split, deferred_tensors, move_tensors
 from graphrun.trace import SlotTrace, Tier, Trace
 from graphrun.units import show_size
 
@@ -136,7 +136,7 @@ class PlanRun:
         with self._on_devices():
             try:
                 self._interceptor: CallInterceptor | None = CallInterceptor(
-                    host.modules,
+                    host.modules | host.copies,
                     device.torch_device,
                     handle_call=self._on_call,
                     reads=self._read_weight,
@@ -312,24 +312,32 @@ class PlanRun:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a call into a component, for the interceptor, and return its result."""
+        original, component = component, self._cursor.caller(component)
+        is_copy = component != original
+        if is_copy:
+            proceed = entry_of(self._host.copies[component], entry)
         self._advance(self._slots_to_open(component, entry, args, kwargs))
         assert self._open is not None
         start = self._open.enter(component)
+        clock_device = self._device
+        if is_copy:
+            clock_device = self._device.all_devices[self._variants[component].secondary]
+            start = clock_device.mark("compute")
         self.hook.call_begins(component, entry, args, kwargs)
-        if component in self._host.casts:
-            proceed = _cast(proceed, *self._host.casts[component])
+        if original in self._host.casts:
+            proceed = _cast(proceed, *self._host.casts[original])
         if component in self._setting.slowdowns:
             result = self._run_on_cpu(component, proceed, args, kwargs)
         elif (secondary := self._variants[component].secondary) > 0:
             result = self._run_on_secondary(
-                self._device.all_devices[secondary], proceed, args, kwargs
+                self._device.all_devices[secondary], proceed, args, kwargs, is_deferred=is_copy
             )
         else:
             residency = self._host.residencies[component]
             staying_outputs = self._staying_outputs(component) if residency.splits else {}
             result = call_split(self._device, residency, staying_outputs, proceed, args, kwargs)
-        end = self._device.mark("compute")
-        self._recorder.note("run", component, entry, 0, (start, end))
+        end = clock_device.mark("compute")
+        self._recorder.note("run", component, entry, 0, (start, end), clock_device)
         if (
             self._variants[component].precision in QUANTIZED
             and component not in self._measured_components
@@ -337,7 +345,9 @@ class PlanRun:
             # not earlier: 8-bit layers may take more memory after their first call
             self._measured_components.add(component)
             size = self._host.residencies[component].measured_bytes()
-            self._recorder.note("size", component, "after its first call", size, (end, end))
+            self._recorder.note(
+                "size", component, "after its first call", size, (end, end), clock_device
+            )
         self.hook.call_ends(component, entry, result)
         return result
 
@@ -413,9 +423,18 @@ class PlanRun:
         return walk(result, lambda tensor: tensor.to(device))
 
     def _run_on_secondary(
-        self, secondary: Device, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        secondary: Device,
+        proceed: Proceed,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_deferred: bool,
     ) -> Any:
-        """Run the component on ``secondary``: copy its inputs there and its results back."""
+        """Run the component on ``secondary``: copy its inputs there and its results back.
+
+        ``is_deferred``: results are copied back when code computes with them.
+        """
         assert self._interceptor is not None
         device, target = self._device.torch_device, secondary.torch_device
         arguments = with_device_arguments(target, *move_tensors((args, kwargs), device, target))
@@ -425,6 +444,8 @@ class PlanRun:
                 result = proceed(*arguments[0], **arguments[1])
         finally:
             self._interceptor.device = device
+        if is_deferred:
+            return deferred_tensors(result, target, device)
         return move_tensors(result, target, device)
 
     def annotate(self, error: OutOfMemory) -> None:

@@ -13,6 +13,7 @@ devices around each copy.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from graphrun.modules.trees import walk
+from graphrun.modules.weight_reads import DeferredTensor
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.residency import Residency
 
@@ -45,6 +47,17 @@ def move_tensors(
         return copies_by_id[id(tensor)][1]
 
     return walk(value, move)
+
+
+def deferred_tensors(value: Any, source: torch.device, target: torch.device) -> Any:
+    """Return ``value`` with tensors on ``source`` that are copied to ``target`` when read."""
+
+    def defer(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device != source:
+            return tensor
+        return DeferredTensor.of(tensor, target, functools.partial(tensor.to, target))
+
+    return walk(value, defer)
 
 
 def call_split(

@@ -204,7 +204,7 @@ def _plan_batch(
 
     def choices(solution: Solution) -> set[Any]:
         return {
-            *((component.name, layout_of(component)) for component in solution.chosen.components),
+            *((component.name, layout_of(component)) for component in solution.components),
             *solution.plan.options,
         }
 

@@ -69,6 +69,10 @@ class Columns(Variables[Linear]):
             if binaries:
                 model.add(total(binaries).equals(1.0))
             self.selections += binaries or [ONE for _ in numbers]
+        for copy, original in enumerate(program.stores):
+            if copy != original and (selection := self.selections[copy]).terms:
+                original_selection = self.selections[original] if original >= 0 else ZERO
+                model.add(selection <= original_selection)
         self._reads: list[dict[int, Linear]] = []
         # h by interval; empty where the backing store stays from its read on
         self._stores: list[list[Linear]] = []
@@ -275,10 +279,9 @@ class Columns(Variables[Linear]):
 
     def _require_store(self, t: int, group: Group, copied_blocks: Linear) -> None:
         """Forbid copies of ``group`` in interval ``t`` without its backing store."""
-        if not self._always_holds(group.variant_choice, t):
-            self._model.add(
-                copied_blocks <= self.holds(t, group.variant_choice) * float(group.count)
-            )
+        store = self._program.stores[group.variant_choice]
+        if store >= 0 and not self._always_holds(store, t):
+            self._model.add(copied_blocks <= self.holds(t, store) * float(group.count))
 
     def _always_holds(self, number: int, t: int) -> bool:
         """Whether host memory has backing store ``number`` in ``t`` whenever it is chosen."""

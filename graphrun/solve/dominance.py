@@ -8,8 +8,10 @@ simplest    The earliest variant that does the same at no cost in seconds, bytes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from graphrun.model.copies import original_name
 from graphrun.model.least_memory import streamable_groups, used_components
 from graphrun.model.problem import ComponentNumbers, Problem, Variant
 from graphrun.solve.program import HOST_TIERS, Choice, Program
@@ -37,8 +39,11 @@ def undominated_variants(problem: Problem) -> tuple[tuple[int, ...], ...]:
     can_limit = [
         limit is not None and nbytes > limit for nbytes, limit in zip(maxima, limits, strict=True)
     ]
-    undominated = []
+    undominated = list[tuple[int, ...]]()
     for number, component in enumerate(problem.components):
+        if component.copy_of:  # the variants of its original, which comes before it
+            undominated.append(_like_original(problem, number, undominated))
+            continue
         candidates = (
             list(usable(problem, number))
             if component in used_components(problem)
@@ -53,6 +58,24 @@ def undominated_variants(problem: Problem) -> tuple[tuple[int, ...], ...]:
                 candidates.remove(index)
         undominated.append(tuple(candidates))
     return tuple(undominated)
+
+
+def _like_original(
+    problem: Problem, number: int, undominated: Sequence[tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Return the variants of the copy ``number`` whose originals are ``undominated``."""
+    component = problem.components[number]
+    names = {
+        original.variants[index].name
+        for original, indices in zip(problem.components, undominated, strict=False)
+        if original.name == component.copy_of
+        for index in indices
+    }
+    return tuple(
+        index
+        for index in usable(problem, number)
+        if original_name(component.variants[index]) in names
+    )
 
 
 def _dominates(component: ComponentNumbers, first: int, second: int, can_limit: list[bool]) -> bool:
@@ -123,7 +146,10 @@ def simplest_variants(
 ) -> tuple[tuple[int, ...], Choice]:
     """Return the earliest variants for which the integers of ``choice`` cost no more."""
     program = program_of(problem, tuple((v,) for v in variants))
+    copied_names = {component.copy_of for component in problem.components}
     for number, component in enumerate(problem.components):
+        if component.copy_of or component.name in copied_names:
+            continue  # they have equal variants
         for candidate in usable(problem, number):
             if candidate >= variants[number]:
                 break

@@ -425,9 +425,9 @@ def _solved(
             for stage_choice in choices
             if (main_program := on_first_device(stage_choice.program)) is not None
         ]
-        if (
-            second := choose_for([stage_choice.program for stage_choice in main_choices])
-        ) is not None:
+        # none where a component has variants on secondary devices only
+        second = choose_for([choice.program for choice in main_choices]) if main_choices else None
+        if second is not None:
             pairs.append((second, main_choices[second.number]))
     refined = [
         _refined(problem, stage_choice, answer, target_seconds, baselines)

@@ -115,7 +115,7 @@ def with_other_disk(problem: Problem, factor: float) -> Problem:
 
 def _fastest_in_pages(problem: Problem) -> Solution | None:
     """Return the fastest plan found for these disk rates, else one of least memory, else None."""
-    solution, bound = _within_pages(problem)
+    solution, bound = within_pages(problem)
     if solution is not None and problem.secondaries and has("main device"):
         return min(
             solution,
@@ -148,7 +148,7 @@ def _on_first_device(problem: Problem, reference: Solution) -> Solution | None:
 
     components = tuple(map(only_main, problem.components))
     main_problem = replace(problem, components=components, secondaries=())
-    solution, _ = _within_pages(main_problem)
+    solution, _ = within_pages(main_problem)
     if solution is None:
         return None
     # a plan names the variants of components that have several in its problem
@@ -196,7 +196,7 @@ def _least(problem: Problem) -> Solution | None:
     while minimum is not None:
         budget = problem.budget_for(_peak_bytes(minimum))
         solution, _ = (
-            _within_pages(_with_budget(problem, budget - 1))
+            within_pages(_with_budget(problem, budget - 1))
             if budget > floor_bytes
             else (None, None)
         )
@@ -271,7 +271,7 @@ def _with_budget(problem: Problem, nbytes: int) -> Problem:
     )
 
 
-def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
+def within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
     """Return the best plan by allocator pages (None: not found) and the bound (None: none fits)."""
     best, bound = _in_rounds(problem)
     if bound is None:
@@ -291,7 +291,7 @@ def _within_pages(problem: Problem) -> tuple[Solution | None, float | None]:
 
 
 def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
-    """Return the first plan that fits by allocator pages, and the bound, as `_within_pages`.
+    """Return the first plan that fits by allocator pages, and the bound, as `within_pages`.
 
     A round first searches near the plan of the previous full search, which was made for more
     memory. A full search stops refining when it is as fast as that plan. The page overhead of

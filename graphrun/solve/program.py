@@ -58,6 +58,8 @@ Constraints, without seconds and bytes:
                     back in the load slot of the phase after the gap.
     secondary       A whole component on a secondary device is a variant whose groups are not
                     streamable. Of a split component, the mirror groups are not streamable.
+    copy            A copy of a component (`graphrun.model.copies`) has the variant of its original,
+                    and no block of it is copied without the original's backing store.
 
 A single buffer is also faster where copies take much longer than compute: the bytes it saves make
 room for one more resident block.
@@ -73,6 +75,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from graphrun.model.copies import original_name
 from graphrun.model.plan import SlotPart
 from graphrun.model.problem import ComponentPlacement, Problem, Variant
 
@@ -183,8 +186,9 @@ class Interval:
     outside of blocks stays on the main device.
 
     Per variant choice: ``off_device_seconds``, compute on the CPU, or on a secondary device with
-    transfers to that device and back; ``secondary_bytes``, bytes beyond weights on each secondary
-    device.
+    transfers to that device and back; ``beside_seconds``, the same of a copy, while its original
+    computes (its ``off_device_seconds`` are the transfers); ``secondary_bytes``, bytes beyond
+    weights on each secondary device.
 
     ``computing_components``: components (indices) that compute on a device in the slot.
     ``phase_components``: all components of the phase; empty in a load slot. ``fixed_bytes``: values
@@ -206,6 +210,7 @@ class Interval:
     computing_components: frozenset[int]
     phase_components: frozenset[int]
     off_device_seconds: tuple[float, ...]
+    beside_seconds: tuple[float, ...] = ()
     secondary_bytes: tuple[tuple[int, ...], ...] = ()
     movable_seconds: tuple[float, ...] = ()
 
@@ -287,6 +292,24 @@ class Program:
                 if variant_choice.component == c
             ]
             for c in components
+        ]
+
+    @cached_property
+    def stores(self) -> list[int]:
+        """The variant choice with the backing store of each; of a copy, the one of its original.
+
+        -1: the program has no such choice, so the copy's may not be chosen.
+        """
+        components = self.problem.components
+        numbers = {
+            (components[choice.component].name, choice.variant.name): n
+            for n, choice in enumerate(self.variant_choices)
+        }
+        return [
+            numbers.get((component.copy_of, original_name(choice.variant)), -1)
+            if (component := components[choice.component]).copy_of
+            else n
+            for n, choice in enumerate(self.variant_choices)
         ]
 
     @cached_property

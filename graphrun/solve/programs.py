@@ -192,7 +192,7 @@ def _intervals(
                 problem, part, activation, use, replace(component, variants=(choice.variant,))
             )
             if use is not None
-            else (0.0, (0,) * len(problem.secondaries))
+            else (0.0, 0.0, (0,) * len(problem.secondaries))
             for use, component, choice in zip(uses, components, variant_choices, strict=True)
         ]
         yield Interval(
@@ -217,8 +217,9 @@ def _intervals(
                 for c, component in enumerate(problem.components)
                 if component.name in uses_by_name and part != "load"
             ),
-            off_device_seconds=tuple(seconds for seconds, _ in off_device),
-            secondary_bytes=tuple(nbytes for _, nbytes in off_device),
+            off_device_seconds=tuple(seconds for seconds, _, _ in off_device),
+            beside_seconds=tuple(seconds for _, seconds, _ in off_device),
+            secondary_bytes=tuple(nbytes for _, _, nbytes in off_device),
             movable_seconds=tuple(
                 seconds_by_choice[group.variant_choice][group.index]
                 if use and group.mirror < 0
@@ -230,10 +231,11 @@ def _intervals(
 
 def _off_device(
     problem: Problem, part: SlotPart, activation: int, use: Use, component: ComponentNumbers
-) -> tuple[float, tuple[int, ...]]:
+) -> tuple[float, float, tuple[int, ...]]:
     """Return the seconds of ``use`` in ``part`` off the main device, and its bytes there by device.
 
-    ``component`` has one variant. Seconds: compute on the CPU or a secondary device, and transfers.
+    ``component`` has one variant. Seconds: compute on the CPU or a secondary device, and transfers;
+    first those in which the main device waits, then those of a copy.
     """
     variant = component.variants[0]
     seconds = sum(
@@ -244,12 +246,16 @@ def _off_device(
         if variant.device != "device" or group.secondary
     )
     if part == "load":
-        return seconds, (0,) * len(problem.secondaries)
-    transfers = transfer_seconds(problem, use, component).values()
-    return seconds + use.calls_in(part) * sum(transfers), tuple(
-        bytes_on_secondary(activation, [(use, component)], number)
-        for number in range(1, len(problem.secondaries) + 1)
+        return seconds, 0.0, (0,) * len(problem.secondaries)
+    transfers = use.calls_in(part) * sum(transfer_seconds(problem, use, component).values())
+    total, nbytes = (
+        seconds + transfers,
+        tuple(
+            bytes_on_secondary(activation, [(use, component)], number)
+            for number in range(1, len(problem.secondaries) + 1)
+        ),
     )
+    return (transfers, total, nbytes) if component.copy_of else (total, 0.0, nbytes)
 
 
 def _seconds(

@@ -21,6 +21,7 @@ numbers. `graphrun.solve.program` names the variables and the constants.
               D >= load_seconds*x summed over the groups of a device + spills, for each device: each
                    has its own link. If the main device cannot copy during compute
                    (`serial_copies`), its copies are added to the first sum instead
+              D >= compute of copies on secondary devices + transfers to them and back
               D >= disk_seconds*x summed over all groups + reads
               In all: the sum of D + first_touch_seconds * the most bytes on the main device
               An overlap set is one block group, or all groups of layers in one child module: its
@@ -252,10 +253,13 @@ class Rows(Generic[Quantity]):
             for n, variant_choice in enumerate(program.variant_choices)
             if variant_choice.read_seconds
         ]
+        copy_seconds = [variables.chosen(n) * s for n, s in enumerate(interval.beside_seconds) if s]
         if program.problem.hardware.serial_copies:
             busy += links.pop(0)
         yield variables.total(busy)
         yield from map(variables.total, links)
+        if copy_seconds:
+            yield variables.total(copy_seconds)
         yield variables.total(disk)
 
     def _overlap_set_seconds(
@@ -514,15 +518,19 @@ def with_drops(program: Program, choice: Choice, *, force: bool = False) -> Choi
     for n, (variant_choice, read_slot) in enumerate(
         zip(program.variant_choices, choice.reads, strict=True)
     ):
+        groups = [
+            j for j, group in enumerate(program.groups) if program.stores[group.variant_choice] == n
+        ]
         uses = [
             t
             for t in slots
-            if program.called_on_cpu(n, t)
-            or any(
-                rows.copied_blocks(t, j) > 0 for j in program.groups_of[variant_choice.component]
-            )
+            if program.called_on_cpu(n, t) or any(rows.copied_blocks(t, j) > 0 for j in groups)
         ]
         drop_slot = max(uses, default=-1) + 1
-        has_store = variant_choice.is_used and (program.has_store(n) or read_slot >= 0)
+        has_store = (
+            variant_choice.is_used
+            and program.stores[n] == n
+            and (program.has_store(n) or read_slot >= 0)
+        )
         drops.append(drop_slot if has_store and drop_slot < len(slots) else -1)
     return replace(choice, drops=tuple(drops))

@@ -8,6 +8,7 @@ from graphrun.errors import PlanningInterrupted
 from graphrun.garbage import rare_garbage_collection
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
+from graphrun.solve.copying import fastest_with_copies
 from graphrun.solve.infeasible import refusal
 from graphrun.solve.interrupts import best_of, recording_candidates
 from graphrun.solve.pages import solved
@@ -25,6 +26,7 @@ def solve(problem: Problem) -> Solution:
             if (solution := solved(problem)) is None:
                 infeasible = True
                 raise refusal(problem)
+            solution = fastest_with_copies(problem, solution)
         except KeyboardInterrupt:
             raise PlanningInterrupted(
                 partial(best_of, candidates, problem), infeasible=infeasible

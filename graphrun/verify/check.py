@@ -10,6 +10,8 @@ variant, option  Each choice exists, is permitted and is made once. A component 
                  variants has a choice.
 split            The chosen variant of a split component computes on the main device. The blocks of
                  the component on a secondary device are consecutive.
+copy             The component of a copy makes two calls a step, is not split, and computes on the
+                 main device. Its backing store is in RAM.
 pin              The backing store is pinned if a directive demands it.
 order            `Problem.precedence` allows the order of stages. Actions follow the order of
                  `KINDS`. First and steady slots have one run action, other slots have none.
@@ -112,7 +114,8 @@ def _check(problem: Problem, plan: Plan) -> Iterator[Violation]:
     choices = list(choice_violations(problem, plan))
     yield from choices
     if any(
-        violation.rule in ("variant", "pin", "split", "option", "order") for violation in choices
+        violation.rule in ("variant", "pin", "split", "copy", "option", "order")
+        for violation in choices
     ):
         return
     applied = apply_choices(problem, plan)

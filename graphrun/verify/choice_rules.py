@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from graphrun.errors import PlanError
+from graphrun.model.choices import apply_choices
+from graphrun.model.copies import original_name
 from graphrun.model.plan import Plan, Violation
 from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Variant
 from graphrun.model.splits import with_splits
 
 
 def choice_violations(problem: Problem, plan: Plan) -> Iterator[Violation]:
-    """Yield violations of the rules variant, pin, option, order, split and disk."""
+    """Yield violations of the rules variant, pin, option, order, split, copy and disk."""
     yield from _repeated_choices("variant", [name for name, _ in plan.variants])
     yield from _repeated_choices("option", [stage for stage, _ in plan.options])
     variant_names, components = (
@@ -28,6 +30,7 @@ def choice_violations(problem: Problem, plan: Plan) -> Iterator[Violation]:
         yield from _option(problem, stage, name)
     yield from _order(problem, plan.order)
     yield from _splits(problem, plan)
+    yield from _copies(problem, plan)
     used_components = {
         use.component for phase in chosen_phases(problem, plan) for use in phase.uses
     }
@@ -134,6 +137,27 @@ def _splits(problem: Problem, plan: Plan) -> Iterator[Violation]:
                 f"{name} with the variant {variant_names.get(name)} cannot be split over "
                 f"device{secondary}",
             )
+
+
+def _copies(problem: Problem, plan: Plan) -> Iterator[Violation]:
+    variant_names = dict(plan.variants)
+    chosen_variants = {
+        c.name: _chosen_variant(c, variant_names.get(c.name)) for c in problem.components
+    }
+    for component in problem.components:
+        variant, original = chosen_variants[component.name], chosen_variants.get(component.copy_of)
+        if component.copy_of and variant and original and original_name(variant) != original.name:
+            yield plan_violation(
+                "copy",
+                f"{component.name} is in the variant {variant.name}, and {component.copy_of} in "
+                f"{original.name}",
+            )
+    if not plan.copies:
+        return
+    try:
+        apply_choices(problem, plan)
+    except PlanError as error:
+        yield plan_violation("copy", str(error))
 
 
 def _repeated_choices(rule: str, names: Sequence[str]) -> Iterator[Violation]:

@@ -54,6 +54,7 @@ def incoherent(problem: Problem) -> Iterator[str]:
     ]
     for component in problem.components:
         yield from _component(component, devices)
+    yield from _copies(problem)
     components = {component.name: component for component in problem.components}
     stages = {phase.stage for phase in problem.phases}
     for phase in (
@@ -157,10 +158,45 @@ def _variant(name: str, variant: Variant, groups: int, devices: Sequence[str]) -
         )
 
 
+def _copies(problem: Problem) -> Iterator[str]:
+    """Check components that are copies, which only the solver makes, and the phases with them."""
+    originals: dict[str, ComponentNumbers] = {}
+    for component in problem.components:
+        original = originals.get(component.copy_of)
+        if not component.copy_of:
+            originals[component.name] = component
+        elif (
+            original is None
+            or original.groups != component.groups
+            or component.granularity == "layers"
+            or any(not v.secondary or v.host_bytes or v.read_seconds for v in component.variants)
+        ):
+            yield f"{component.name} is not a copy of {component.copy_of}"
+    copies = {component.name: component.copy_of for component in problem.components}
+    for phase in (
+        *problem.phases,
+        *(phase for option in problem.options for phase in option.phases),
+    ):
+        names = [use.component for use in phase.uses]
+        for name in names:
+            if copies.get(name) and (
+                names != [name, copies[name]] or phase.uses[0].calls != phase.uses[1].calls
+            ):
+                yield f"{phase.name} does not call {copies[name]} after each call of its copy"
+
+
 def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iterator[str]:
     yield from _twice(phase.name, [use.component for use in phase.uses])
     yield from _trace(phase.name, phase.trace, components)
     for use in phase.uses:
+        if use.pairs and (
+            len(use.pairs) != 2
+            or len(phase.uses) > 1
+            or use.calls % 2
+            or {*use.group_calls} - {0, use.calls}
+            or len(use.transfer) != 2
+        ):
+            yield f"{phase.name}: the calls of {use.component} are not pairs"
         if use.component not in components:
             yield f"{phase.name} uses {use.component}, which is not a component"
             continue

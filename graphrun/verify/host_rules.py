@@ -24,6 +24,8 @@ class HostRules:
         }
         # on disk, in RAM before the run, or already read
         self.stores_not_to_read = set(self.available_stores)
+        # a copy has the backing store of its original
+        self.store_names = {c.name: c.copy_of or c.name for c in applied.components}
         # value -> phase in whose load slot the value must be restored
         self.spilled_values: dict[str, int] = {}
         self.restored_values: set[str] = set()  # in this slot
@@ -83,12 +85,12 @@ class HostRules:
             else []
         )
         for name, number in (*copies.items(), *((name, -1) for name in cpu_components)):
-            variant = self.variants[name]
-            if name in self.available_stores and (
+            variant, store = self.variants[name], self.store_names[name]
+            if store in self.available_stores and (
                 variant.backing_store != "disk" or name not in cpu_components
             ):
                 continue
-            if name not in self.stores_not_to_read:
+            if store not in self.stores_not_to_read:
                 state = "not read yet"
             else:
                 state = "on disk" if variant.backing_store == "disk" else "dropped already"
@@ -96,7 +98,7 @@ class HostRules:
                 "host-missing",
                 index,
                 number,
-                f"the backing store of {name} is needed, but it is {state}",
+                f"the backing store of {store} is needed, but it is {state}",
             )
 
     def budgets(self, index: int, slot: Slot) -> Iterator[Violation]:

@@ -7,9 +7,10 @@ slot), ring buffers, activation, values and inputs.
 
 Each secondary device has its own copy channel. The slot's loads are issued in one order for all
 devices, but a copy waits only for earlier copies to the same device. All devices share the compute
-channel, because one of them computes at a time. A call on a secondary device begins and ends with
-transfers between the devices. If a component is split, each of its blocks on a secondary device
-begins and ends with transfers.
+channel, because one of them computes at a time; only a copy of a component
+(`graphrun.model.copies`) computes while the component does. A call on a secondary device begins and
+ends with transfers between the devices. If a component is split, each of its blocks on a secondary
+device begins and ends with transfers.
 
 `graphrun.verify.timeline` has the order of copies, compute and reads in a slot.
 
@@ -24,7 +25,7 @@ RAM (`HostMemory`), in bytes per slot:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from operator import attrgetter
 
@@ -180,6 +181,7 @@ class _State:
             for k, group in enumerate(component.groups)
             if (secondary := component.variants[0].secondary or group.secondary)
         }
+        self.originals = {c.name: c.copy_of for c in problem.components if c.copy_of}
         self.resident = {key for name, blocks in start_blocks for key in self._keys(name, blocks)}
         self.now_seconds, self.touched_bytes = 0.0, self._device_bytes(self.resident)
         self.spans: list[tuple[TimeSpan | RepeatedSpans | Event, ...]] = []
@@ -225,6 +227,7 @@ class _State:
             self.secondaries,
             transfers,
             hops,
+            copied_components=self.originals.keys(),
             serial_copies=self.problem.hardware.serial_copies,
         )
         self.now_seconds = line.end_seconds
@@ -241,10 +244,7 @@ class _State:
             loaded_bytes=sum(self.sizes[key].nbytes for key in loads),
             seconds=self.now_seconds - start,
             first_touch_seconds=first_touch_seconds,
-            compute_seconds=sum(
-                call_counts[number] * sum(work.seconds for work in works)
-                for number, works in work_lists.items()
-            ),
+            compute_seconds=self._compute_seconds(calls),
             restored_bytes=sum(event.nbytes for event in value_copies if event.kind == "restore"),
             host_bytes=host,
             pinned_bytes=pinned,
@@ -268,6 +268,19 @@ class _State:
         )
         self.resident |= set(loads)
         return report
+
+    def _compute_seconds(self, calls: Sequence[SlotCall]) -> float:
+        """Return the seconds in which a device computes: of a copy, those beyond its original's."""
+        seconds, works = Counter[str](), {id(call.works): call.works for call in calls}
+        seconds_by_works = {
+            key: sum(work.seconds for work in call_works) for key, call_works in works.items()
+        }
+        for call in calls:
+            seconds[call.component] += seconds_by_works[id(call.works)]  # type: ignore[assignment]
+        return sum(
+            max(0.0, total - seconds[self.originals[name]]) if name in self.originals else total
+            for name, total in seconds.items()
+        )
 
     def _mapped(self, copies: Mapping[Key, int]) -> Iterator[tuple[Key, int]]:
         """Yield the ``copies`` that read their file, without a channel of their own."""
@@ -328,7 +341,13 @@ class _State:
                     + variants[name].locked_bytes * self.problem.hardware.page_lock_seconds
                 )
         return DiskChannel(
-            self.now_seconds, reads, self.sizes, bounce_bytes, fetch_bytes, lock_end_seconds
+            self.now_seconds,
+            reads,
+            self.sizes,
+            bounce_bytes,
+            fetch_bytes,
+            lock_end_seconds,
+            self.originals,
         )
 
     def _works(

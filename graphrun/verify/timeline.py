@@ -34,6 +34,9 @@ A fetched block occupies the bounce buffer of its component until it is copied. 
 room there. Reads into backing stores take place when a bounce buffer is full, in proportion to the
 fetched bytes, like prefetches between streamed blocks. A read that a copy or a computation waits
 for is done at once. The others come last.
+
+A copy of a component (`graphrun.model.copies`) computes from the transfer of its arguments on,
+while the component computes. The prediction is transferred when both are done.
 """
 
 from __future__ import annotations
@@ -102,7 +105,8 @@ class DiskChannel:
     ``reads``: blocks to read into backing stores, in order. ``bounce_bytes``: size of the bounce
     buffer of each component whose backing store is on disk. ``fetch_bytes``: bytes that the slot
     will fetch for copies. ``locked_seconds``: component -> time at which its memory is page-locked;
-    copies wait for that, reads do not. ``spans``: reads and fetches.
+    copies wait for that, reads do not. ``originals``: copy of a component -> the component with its
+    backing store. ``spans``: reads and fetches.
     """
 
     def __init__(
@@ -113,7 +117,9 @@ class DiskChannel:
         bounce_bytes: Mapping[str, int],
         fetch_bytes: int,
         locked_seconds: Mapping[str, float],
+        originals: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self._originals = originals
         self.spans: list[TimeSpan] = []
         self.repeated_spans: list[RepeatedSpans] = []
         self.free_from_seconds = self._start = start_seconds
@@ -146,10 +152,15 @@ class DiskChannel:
         The end of its fetch (one per copy), or of its read and page locking; else the slot's start.
         Starts the fetch, or the reads up to the block, if needed.
         """
+        key = self._in_store(key)
         if key[0] not in self._bounce_ring_buffers:
             return max(self._read_until(key), self._lock_end_seconds.get(key[0], self._start))
         self.start_fetch(key)
         return self._fetch_ends.pop(key)
+
+    def _in_store(self, key: Key) -> Key:
+        """Return the block in whose backing store the block ``key`` is."""
+        return (self._originals.get(key[0], key[0]), *key[1:]) if self._originals else key
 
     def constant_arrival_seconds(self, component: str) -> float | None:
         """Return `arrival_seconds` of all its blocks; None if the slot reads or fetches them."""
@@ -200,13 +211,14 @@ class DiskChannel:
 
     def is_in_ram(self, key: Key, at_seconds: float) -> bool:
         """Return whether the block is in RAM at that time, given the reads and fetches so far."""
+        key = self._in_store(key)
         if key[0] in self._bounce_ring_buffers:
             return self._fetch_ends.get(key, inf) <= at_seconds
         is_read = key[0] not in self._read_components or self._read_end.get(key, inf) <= at_seconds
         return is_read and self._lock_end_seconds.get(key[0], at_seconds) <= at_seconds
 
     def has_reads_of(self, component: str) -> bool:
-        return component in self._read_components
+        return self._originals.get(component, component) in self._read_components
 
     def record_copy_end(self, key: Key, end_seconds: float) -> None:
         """Free the block's bytes in the bounce buffer from the end of its copy on."""
@@ -333,8 +345,8 @@ class Timeline:
     block group) -> its secondary device. ``transfers``: component on a secondary device -> (seconds
     to transfer the arguments of a call, seconds to transfer its results back, number of calls).
     ``hops``: block of a split component on a secondary device -> (seconds to transfer its inputs,
-    seconds to transfer its outputs back). ``serial_copies``: copies to the main device and compute
-    exclude each other.
+    seconds to transfer its outputs back). ``copied_components``: copies that compute while the next
+    call does. ``serial_copies``: copies to the main device and compute exclude each other.
     """
 
     def __init__(
@@ -351,6 +363,7 @@ class Timeline:
         transfers: Mapping[str, tuple[float, float, int]] = MappingProxyType({}),
         hops: Mapping[Key, tuple[float, float]] = MappingProxyType({}),
         *,
+        copied_components: Collection[str] = (),
         serial_copies: bool = False,
     ) -> None:
         self.copies: list[TimeSpan | RepeatedSpans] = []
@@ -358,6 +371,9 @@ class Timeline:
         self._sizes, self._disk = sizes, disk
         self._compute_free = self._start = start_seconds  # when the compute channel is free
         self._serial_copies = serial_copies
+        self._copied_components = copied_components
+        # of a copy's call that has not been joined: its end, and seconds to transfer its results
+        self._copy_call: tuple[float, float] | None = None
         if serial_copies:
             self._compute_free = copies_from_seconds
         self._secondaries, self._transfers, self._hops = secondaries, transfers, hops
@@ -500,8 +516,31 @@ class Timeline:
                 limit = next(differs, limit)
         return limit
 
+    def _call_beside(self, call: SlotCall) -> None:
+        """Compute ``call`` of a copy while the next call computes."""
+        to_secondary_seconds, back_seconds, _ = self._transfers.get(call.component, (0.0, 0.0, 0))
+        self._compute_free += to_secondary_seconds
+        clock_seconds, begin_seconds = self._compute_free, None
+        for work in call.works:
+            if work.source != "resident":
+                clock_seconds = max(clock_seconds, self._available(work))
+            begin_seconds = clock_seconds if begin_seconds is None else begin_seconds
+            clock_seconds += work.seconds
+        self._copy_call = clock_seconds, back_seconds
+        self._record_call(call, begin_seconds, clock_seconds)
+
+    def _join(self) -> None:
+        """Wait for the copy's call, and transfer its results."""
+        if self._copy_call is not None:
+            end_seconds, back_seconds = self._copy_call
+            self._compute_free = max(self._compute_free, end_seconds) + back_seconds
+            self._copy_call = None
+
     def _call(self, call: SlotCall) -> None:
         name, _, works = call
+        if name in self._copied_components:
+            self._call_beside(call)
+            return
         begin_seconds: float | None = None
         to_secondary_seconds, back_seconds, _ = self._transfers.get(name, (0.0, 0.0, 0))
         self._compute_free += to_secondary_seconds
@@ -516,7 +555,8 @@ class Timeline:
             if work.source == "stream":
                 self._compute_ends[name].append(self._compute_free)
         self._compute_free += back_seconds
-        self._record_call(call, begin_seconds)
+        self._record_call(call, begin_seconds, self._compute_free)
+        self._join()
 
     def _available(self, work: BlockWork) -> float:
         """Return the time at which the block of ``work`` is available for compute."""
@@ -537,6 +577,7 @@ class Timeline:
         """
         if (
             self._serial_copies
+            or call.component in self._copied_components
             or self._disk.constant_arrival_seconds(call.component) is None
             or any(
                 work.source == "host"
@@ -588,14 +629,15 @@ class Timeline:
             if key is not None:
                 ends.append(compute_free)
         self._compute_free, self._copy_frees[0] = compute_free + back_seconds, copy_free
-        self._record_call(call, begin_seconds)
+        self._record_call(call, begin_seconds, self._compute_free)
+        self._join()
 
-    def _record_call(self, call: SlotCall, begin_seconds: float | None) -> None:
+    def _record_call(self, call: SlotCall, begin_seconds: float | None, end_seconds: float) -> None:
         span = self.calls.get(
             (call.component, call.call),
             TimeSpan("run", call.works[0].key, call.call, begin_seconds or 0.0, 0.0),
         )
-        self.calls[call.component, call.call] = span._replace(end_seconds=self._compute_free)
+        self.calls[call.component, call.call] = span._replace(end_seconds=end_seconds)
 
     def _stream(self, key: Key) -> float:
         ready, ends = self._start, self._compute_ends[key[0]]

@@ -64,9 +64,7 @@ class Choices:
 
 def choices_of(solution: Solution) -> Choices:
     """Return the choices of a plan that outputs depend on."""
-    first_variants = {
-        component.name: component.variants[0] for component in solution.chosen.components
-    }
+    first_variants = {component.name: component.variants[0] for component in solution.components}
     variants = {
         name: (variant.precision, variant.device) for name, variant in first_variants.items()
     }
