@@ -68,6 +68,7 @@ class LiveHost(Host):
         self.modules = dict(modules)
         self.residencies: dict[str, Residency] = {}
         self.casts: dict[str, Any] = {}
+        self.copies = {}  # none: attached pipelines have no copies on secondary devices
         self.sources = ()
         self.dtype_variants: DtypeVariants | None = None
         self._variants = {}

@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from graphrun.graph.precisions import GGUF_MIXES
+from graphrun.graph.precisions import GGUF_MIXES, ONLY_IN_FILES
 from graphrun.model.problem import Hardware, ProcessorRates
 from graphrun.profile.corrections import CHANNEL_BLOCK
 from graphrun.profile.precision import ELEMENT_BYTES, dequantization_seconds
@@ -261,7 +261,8 @@ def quantized_seconds(
     outputs, inputs = shape
     if isinstance(rates, ProcessorRates):
         written_bytes = ELEMENT_BYTES[kernel.dtype] * outputs * inputs
-        name = GGUF_MIXES.get(precision, precision)
+        # torchao's weight-only formats cast and scale, as fp8 does
+        name = "fp8" if precision in ONLY_IN_FILES else GGUF_MIXES.get(precision, precision)
         return written_bytes / rates.rate(f"dequantize {name}", kernel.dtype)
     weights, rows = outputs * inputs, kernel.flops / (2 * outputs * inputs)
     match precision:

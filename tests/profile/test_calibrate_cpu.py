@@ -168,6 +168,9 @@ def test_gguf_is_dequantized_on_a_cpu_at_its_own_rate() -> None:
     )
     hardware = replace(base, kernels=slow)
     assert quantized_seconds(kernel, (32, 64), "Q4_K_M", hardware) == 4 * 32 * 64 / 4096
+    assert quantized_seconds(kernel, (32, 64), "fp8wo", hardware) == quantized_seconds(
+        kernel, (32, 64), "fp8", hardware
+    )
     copy = rates_of(base).rate("elementwise _to_copy", "float32")
     assert quantized_seconds(kernel, (32, 64), "quanto", hardware) == 4 * 32 * 64 / copy
 
@@ -221,7 +224,7 @@ def test_probes_are_timed() -> None:
     pool = ColdPool(1 << 20)
     assert calibrate_cpu.typical_seconds(probe, 0, pool) > 0
     assert calibrate_cpu.launch_seconds(0, pool) > 0
-    assert 0 < calibrate_cpu.new_memory_rate(0) < FASTEST
+    assert 0 < calibrate_cpu.new_memory_rate(0) <= FASTEST
 
 
 @pytest.mark.parametrize(("available_chunks", "chunks"), [(1, 0), (5, 2), (9, 4)])

@@ -38,6 +38,8 @@ def test_weights_are_exact_in_the_declared_precision_and_by_formula_in_others(
         "fp8": "formula",
         "int8": "formula",
         "nf4": "formula",
+        "int8wo": "formula",
+        "fp8wo": "formula",
     }
     assert [p for p, w in transformer["weights"].items() if w["allowed"]] == [
         "bfloat16",
