@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from graphrun.device_kinds import DeviceKind
@@ -57,6 +58,8 @@ CPU_LAUNCH_SECONDS = 12e-6
 # Anonymous and kernel memory of a process that imported torch, diffusers and transformers; code
 # that oneDNN generates for kernels, and heaps of threads.
 PROCESS_BYTES, GENERATED_BYTES = 432 * MIB, 10 * MIB
+# what the libraries of PyTorch built for CUDA add (2.14.1+cu130)
+CUDA_LIBRARIES_BYTES = 98 * MIB
 # Buffers that MKL keeps for products of matrices in fp32, after some of 2,048 rows and more: 15 to
 # 25 MiB, measured with two threads. Products in bfloat16 keep none.
 PRODUCT_BUFFER_BYTES = 24 * MIB
@@ -111,6 +114,19 @@ def bfloat16_instructions() -> tuple[str, ...]:
     return tuple(sorted(_cpu_facts()[2] & FAST_BFLOAT16))
 
 
+@functools.cache
+def process_bytes() -> int:
+    """Return the bytes that a process takes once it has imported PyTorch and the model libraries.
+
+    PyTorch need not be imported for this.
+    """
+    torch = find_spec("torch")
+    folder = Path(torch.origin).parent / "lib" if torch is not None and torch.origin else Path()
+    libraries = [folder / name for name in ("libtorch_cuda.so", "torch_cuda.dll")]
+    is_for_cuda = any(library.is_file() for library in libraries)
+    return PROCESS_BYTES + (CUDA_LIBRARIES_BYTES if is_for_cuda else 0)
+
+
 def core_count() -> int:
     """Return the number of cores that this process may use."""
     return _cpu_facts()[1]
@@ -156,7 +172,7 @@ def cpu_estimate() -> Hardware:
         name="cpu",
         device="cpu",
         capacity_bytes=total_ram_bytes(),
-        context_bytes=PROCESS_BYTES,
+        context_bytes=process_bytes(),
         workspace_bytes=GENERATED_BYTES + (0 if bfloat16_instructions() else PRODUCT_BUFFER_BYTES),
         h2d_bytes_per_second=5e9,
         pageable_bytes_per_second=5e9,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import metadata
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +310,21 @@ def test_small_blocks_are_not_read_again_at_every_step(tmp_path: Path) -> None:
         )
         moved_bytes.append(graphrun.plan(problem).simulation.moved_bytes)
     assert moved_bytes[0] < 6 * MIB < moved_bytes[1]
+
+
+@pytest.mark.parametrize("library", ["", "libtorch_cuda.so", "torch_cuda.dll"])
+def test_a_pytorch_built_for_cuda_takes_more_of_a_cpu_s_memory(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").touch()
+    if library:
+        (tmp_path / "torch" / "lib" / library).touch()
+    spec = spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
+    monkeypatch.setattr(processor, "find_spec", lambda _: spec)
+    processor.process_bytes.cache_clear()
+    try:
+        more_bytes = processor.cpu_estimate().context_bytes - processor.PROCESS_BYTES
+    finally:
+        processor.process_bytes.cache_clear()
+    assert more_bytes == (processor.CUDA_LIBRARIES_BYTES if library else 0)
