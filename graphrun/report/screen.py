@@ -280,7 +280,8 @@ def proof(solution: Solution) -> str:
 
 def gap_text(solution: Solution) -> str:
     """Return how much slower than the best possible plan ``solution`` can be, in percent."""
-    return f"{100 * solution.gap:.2g} %"
+    excess = 100 * (solution.seconds / solution.bound_seconds - 1)
+    return f"{excess:.2g} %" if excess < 10 else f"{excess:.0f} %"
 
 
 def _host(problem: Problem, simulation: Simulation) -> str:

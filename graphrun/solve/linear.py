@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from math import isclose
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -279,11 +280,21 @@ class MilpModel:
         if whole:
             lp.integrality_ = [COLUMN_TYPES[flag] for flag in integer.astype(int).tolist()]
         nodes = min(nodes, max(FEWEST_NODES, NODES_TIMES_COLUMNS // self.size))
-        options = {**OPTIONS, "mip_rel_gap": gap, "mip_max_nodes": nodes}
+        options: dict[str, bool | int | float] = {
+            **OPTIONS,
+            "mip_rel_gap": gap,
+            "mip_max_nodes": nodes,
+        }
         uses_heuristics = gap == ROUGH_GAP or integers
-        return _run(
-            lp, options | ({} if uses_heuristics else dict.fromkeys(SEARCHES, False)), start
-        )
+        options |= {} if uses_heuristics else dict.fromkeys(SEARCHES, False)
+        result = _run(lp, options, start)
+        if start is not None and (
+            result is None or not isclose(result.value, goal.at(result.values), rel_tol=1e-6)
+        ):
+            # HiGHS 1.16.0 takes the value of a start without the constant of its presolve, so it
+            # ends there as if optimal, or finds nothing.
+            result = _run(lp, options, None)
+        return result
 
 
 class _Quiet(highspy.Highs):  # type: ignore[misc]

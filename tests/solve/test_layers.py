@@ -278,6 +278,13 @@ def test_the_bound_of_a_plan_with_blocks_covers_plans_with_layers(make_problem: 
     assert proof(solution) == f"at most {100 * gap:.2g} % slower than the best possible plan"
 
 
+@pytest.mark.parametrize(("share", "slower"), [(0.8, "25 %"), (0.95, "5.3 %"), (0.4, "150 %")])
+def test_how_much_slower_a_plan_is_counts_from_the_bound(share: float, slower: str) -> None:
+    solution = solve(problem(12 * MB))
+    solution = replace(solution, bound_seconds=share * solution.seconds)
+    assert proof(solution) == f"at most {slower} slower than the best possible plan"
+
+
 def with_a_large_variant(budget_bytes: int) -> Problem:
     """`problem` with a second variant of four times the bytes, which needs permission."""
     instance = problem(budget_bytes)
