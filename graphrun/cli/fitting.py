@@ -147,7 +147,7 @@ def budget_notes(hardware: Hardware, vram: str | None, ram: str) -> list[str]:
     """Return what a screen says about the budgets of `choices_for`."""
     from graphrun.cli.planning import desktop_note
 
-    notes = [] if ram == "auto" else [f"--ram {ram}: RAM for weights; the rest is the system's"]
+    notes = [] if ram == "auto" else [f"{ram} of the RAM for weights; the rest is the system's"]
     budget_bytes = (
         hardware.capacity_bytes
         if vram is None

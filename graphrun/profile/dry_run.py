@@ -165,6 +165,7 @@ class Prober:
             meta_modules, PLANNED, handle_call=self.answer, reads=_device_zeros, casts=casts
         )
         self.routed: dict[str, set[str]] = defaultdict(set)  # component -> `routed_lists`
+        self._has_guessed = False  # whether the last trace got a value that depends on data
         self._traces: dict[Any, tuple[Call, Returned]] = {}
         # component -> tensors that its hooks keep between calls
         self._hook_state: dict[str, list[torch.Tensor]] = {}
@@ -360,7 +361,7 @@ class Prober:
         record = partial(self._record, with_values=with_values)
         try:
             call, result, leftover_storages = record(module, units, proceed, args, kwargs, device)
-            by_data = with_values or device != META
+            by_data = with_values or device != META or self._has_guessed
             if routed_paths := routed_lists(units, call.entered_blocks, by_data=by_data):
                 self.routed[component] |= routed_paths
                 forget({"": module})
@@ -457,6 +458,7 @@ class Prober:
                 leftover_storages = recorder.live
         finally:
             self.interceptor.device = PLANNED
+            self._has_guessed = recorder.has_guessed
             recorder.close()
         return recorder.record, returned_value, leftover_storages
 

@@ -89,6 +89,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._class_name = type(module).__name__
         self._is_compiled = any(map(is_compiled, modules_below(module)))
         self.constants = ConstantValues()
+        self.has_guessed = False  # whether code got a value that depends on data
         self._last_key = 0  # storages are numbered by their keys in events
         self._external_keys: dict[int, int] = {}  # key given to `allocated` -> key in events
         # ``cdata``: the address of a storage's C++ object, which identifies a live storage
@@ -546,11 +547,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ``bincount``: the result that takes the most memory.
         """
         if func is aten.bincount.default:
+            self.has_guessed = True
             return self.constants.worst_bincount(args[0])
         value = self.constants.value(args[0])
         if func is aten._local_scalar_dense.default:
             if value is not None:
                 return value.item()
+            self.has_guessed = True
             return args[0] not in self._all_true if args[0].dtype == torch.bool else 1
         if value is None:
             return None

@@ -26,7 +26,6 @@ from stored_component import host_of, in_backing_store, saved
 from whole_pipelines import GRAPHS, pixels, plain_image
 
 import graphrun
-from graphrun.errors import OutOfMemory
 from graphrun.graph.graph import Graph
 from graphrun.model.copies import with_copies
 from graphrun.model.problem import Problem, Secondary
@@ -214,21 +213,20 @@ def test_what_the_main_device_streams_and_a_failed_allocation_beside_a_copy() ->
     expected = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
     options: dict[str, Any] = {"inputs": SMALL, "vram": "7M,64M", "ram": "8G", "hardware": "sim"}
     device = open_device(graphrun.estimate(graph, **options), check_ordering=True)
-    for fault in (None, 40, None):
+    for fault in (None, 12, None):
         device.secondaries[0].machine.fail_allocation = fault
         with Session(graph, device=device, modules=modules, **options) as session:
             slots = session.solution.simulation.slots
             assert session.solution.plan.copies == (("transformer", 1),)
             assert any(slot.streamed_bytes for slot in slots if "transformer" in slot.phase)
+            trace = session.run()
+            assert np.array_equal(output(trace.outputs), expected)
+            # a run whose allocation failed has planned its remaining stages again
+            assert device.secondaries[0].machine.fail_allocation is None
             if fault is None:
-                trace = session.run()
-                assert np.array_equal(output(trace.outputs), expected)
                 assert trace.moved_bytes == pytest.approx(
                     sum(slot.loaded_bytes + slot.streamed_bytes for slot in slots), rel=0.01
                 )
-            else:
-                with pytest.raises(OutOfMemory, match="injected fault"):
-                    session.run()
         assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0]
         assert all(
             tensor.device.type == "cpu"
