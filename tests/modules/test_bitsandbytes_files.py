@@ -15,6 +15,7 @@ from bitsandbytes import functional
 from campaign import sampled
 from quantized_folders import loaded, quantization
 from safetensors.torch import load_file, save_file
+from streamed_pictures import problems_with_the_same_picture
 from torch import nn
 
 import graphrun
@@ -22,7 +23,6 @@ from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Checkpoint, Component
 from graphrun.modules.build import build, draft
-from graphrun.verify.simulate import simulate
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -149,20 +149,7 @@ def test_streamed_and_resident_with_the_same_picture(flux: Graph, folder: Path) 
         flux,
         components={**flux.components, "transformer": replace(component, precision=(precision,))},
     )
-    pictures, streamed = set(), set()
-    for exclude in ((), ("transformer",)):
-        problem = graphrun.estimate(
-            graph, vram="64M", ram="1G", hardware="sim", inputs={"steps": 2}, exclude=exclude
-        )
-        solution = graphrun.plan(problem)
-        trace = graphrun.run(solution, graph, {"steps": 2})
-        streamed.add("stream transformer" in str(solution.plan))
-        pictures.add(trace.outputs["image"].tobytes())
-        assert trace.left_bytes == 0
-        for slot, slot_trace in trace.pairs_with(simulate(solution.problem, solution.plan).slots):
-            assert slot_trace.peak_bytes <= slot.peak_bytes, slot.phase
-    assert len(pictures) == 1
-    assert streamed == {True, False}
+    problems_with_the_same_picture(graph)
 
 
 def test_the_weights_are_dequantized_for_another_precision(flux: Graph, folder: Path) -> None:

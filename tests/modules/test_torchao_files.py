@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from streamed_pictures import problems_with_the_same_picture
 from test_bitsandbytes_files import arguments_for, with_weights
 from torch import nn
 
@@ -27,7 +28,6 @@ from graphrun.modules.quantize import convert
 from graphrun.modules.source_files import stored_tensors
 from graphrun.modules.sources import FileSource
 from graphrun.modules.torchao_files import torchao_weights
-from graphrun.verify.simulate import simulate
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -91,22 +91,9 @@ def test_streamed_and_resident_with_the_same_picture_at_the_planned_bytes(
     graph = replace(flux, components={**flux.components, "transformer": component})
     _, writer = draft(component, graph, precision_of(folder))
     assert writer.reads_as_stored
-    pictures, streamed = set(), set()
-    for exclude in ((), ("transformer",)):
-        problem = graphrun.estimate(
-            graph, vram="64M", ram="1G", hardware="sim", inputs={"steps": 2}, exclude=exclude
-        )
+    for problem in problems_with_the_same_picture(graph):
         numbers = problem.component("transformer")
         assert numbers.variants[0].transient_bytes == 0, "nothing is quantized"
-        solution = graphrun.plan(problem)
-        trace = graphrun.run(solution, graph, {"steps": 2})
-        streamed.add("stream transformer" in str(solution.plan))
-        pictures.add(trace.outputs["image"].tobytes())
-        assert trace.left_bytes == 0
-        for slot, slot_trace in trace.pairs_with(simulate(solution.problem, solution.plan).slots):
-            assert slot_trace.peak_bytes <= slot.peak_bytes, slot.phase
-    assert len(pictures) == 1
-    assert streamed == {True, False}
 
 
 def test_the_weights_are_dequantized_for_another_precision(flux: Graph, folder: Path) -> None:
