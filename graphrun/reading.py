@@ -173,6 +173,11 @@ def refuse_surrogates(text: str) -> None:
         )
 
 
+def is_url(source: str) -> bool:
+    """Return whether ``source`` is a URL, such as ``s3://bucket/flux``."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", source) is not None
+
+
 def path_inside(
     folder: Path, name: Any, problem: str, location: str = "", kind: ErrorClass = InputError
 ) -> Path:

@@ -37,6 +37,7 @@ from graphrun.cli.running import (
 from graphrun.errors import InputError, Interrupted
 from graphrun.graph.graph import Graph
 from graphrun.many import run_many
+from graphrun.reading import is_url
 from graphrun.report import plan_files as planfile
 from graphrun.report.outputs import Files, refuse_existing, request_files
 from graphrun.report.progress import BatchProgress
@@ -144,8 +145,11 @@ def _download(
     requests: Sequence[Request],
 ) -> None:
     """Download what the runs need. If a plan chooses checkpoints, the plan of the first of the
-    resolved ``requests`` tells which files."""
+    resolved ``requests`` tells which files. In a cluster, each machine copies from a URL what its
+    stages need, when it loads them."""
     notify, precisions = run_options.notify, None
+    if run_options.cluster is not None and is_url(graph.source or ""):
+        return
     if run_options.random_weights:
         graph = graph.without_sources()
     elif run_options.cluster is None and chooses_checkpoints(graph, options):

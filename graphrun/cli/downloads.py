@@ -33,9 +33,10 @@ def required_downloads(
         downloads = look(needs)
     for download in downloads:
         licence = f", licence {download.licence}" if download.licence else ""
-        if notify is not None:
+        commit = f" at {download.commit[:8]}" if download.commit else ""
+        if notify is not None and download.files:
             notify(
-                f"{download.repository} at {download.commit[:8]}: "
+                f"{download.repository}{commit}: "
                 f"{show_size(download.nbytes)} in {download.files} files to "
                 f"download{licence}"
             )

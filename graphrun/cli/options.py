@@ -160,7 +160,9 @@ class PlanOptions:
     source: Annotated[
         str | None,
         option(
-            "Folder, file or repository (owner/name@revision) to read the weights from.", "SOURCE"
+            "Folder, file, repository (owner/name@revision) or URL (s3://bucket/flux) to read the "
+            "weights from.",
+            "SOURCE",
         ),
     ] = None
     absent: Annotated[

@@ -38,7 +38,7 @@ STORE_BYTES = (
     256 << 20,
     2 << 30,
 )
-CPUS = 0.001  # per actor, in Ray's accounting; nominal, so the machine's cores set no limit
+CPUS = 0.001  # of an actor that reserves no core, in Ray's accounting
 
 
 @contextlib.contextmanager
@@ -213,7 +213,7 @@ class Actors(contextlib.ExitStack):
             )
         for number, assignment in enumerate(assignments):
             actor = ray.remote(_Actor).options(
-                num_cpus=CPUS,
+                num_cpus=bundles[number]["CPU"],
                 num_gpus=bundles[number].get("GPU", 0),
                 memory=bundles[number].get("memory"),
                 max_restarts=-1,
@@ -271,12 +271,13 @@ def bundle_of(
     assignment: Assignment, nodes: Mapping[str, str], cluster: Cluster
 ) -> dict[str, float]:
     """Return the resources of an actor in Ray's accounting. On a running cluster they include the
-    planned RAM, which other jobs then leave free. ``nodes``: host -> address of its node."""
+    planned RAM and a core for each GPU, which other jobs then leave free. ``nodes``: host ->
+    address of its node."""
     host = assignment.devices[0].host
     gpus = sum(bool(device.hardware.kind.visibility) for device in assignment.devices)
     nbytes = assignment.column.ram_bytes if cluster.address is not None else 0
     return {
-        "CPU": CPUS,
+        "CPU": gpus if gpus and cluster.address is not None else CPUS,
         **({"GPU": gpus} if gpus else {}),
         **({"memory": nbytes} if nbytes else {}),
         **({f"node:{nodes[host]}": CPUS} if host in nodes else {}),

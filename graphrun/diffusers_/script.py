@@ -27,9 +27,10 @@ from graphrun.model.plan import Evict, Stream, blocks_text
 from graphrun.model.problem import Variant
 from graphrun.model.solution import Solution
 from graphrun.modules.classes import resolve_class
-from graphrun.modules.source_files import split_source
+from graphrun.modules.source_files import local_place, split_source
 from graphrun.ops.diffusion import returned_names
 from graphrun.profile.placements import WeightPlacement
+from graphrun.reading import is_url
 from graphrun.units import show_seconds, show_size
 
 EXPORTED_OPS = ("encode_prompt", "denoise", "decode")
@@ -484,8 +485,8 @@ class _DispatchScript(_Script):
 
 def _source_arguments(source: str) -> str:
     """Return the arguments of ``from_pretrained`` or ``from_single_file`` for ``source``."""
-    if source.startswith("/"):
-        return repr(source)
+    if source.startswith("/") or is_url(source):
+        return repr(str(local_place(source) or source))
     repository, revision, inner_path = split_source(source)
     if inner_path.endswith((".safetensors", ".gguf")):
         return repr(f"https://huggingface.co/{repository}/blob/{revision or 'main'}/{inner_path}")

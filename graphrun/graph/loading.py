@@ -32,7 +32,7 @@ from graphrun.graph.shipped import graph_file
 from graphrun.graph.stages import StageReader
 from graphrun.graph.values import Input, did_you_mean, fit, strings, to_trust
 from graphrun.limits import require
-from graphrun.reading import path_inside
+from graphrun.reading import is_url, path_inside
 from graphrun.units import parse_size
 
 # the sizes of each kind of media, and the inputs that they come from by default
@@ -64,8 +64,9 @@ def load(
 
     ``trust``: packages whose code the graph may run; the file's ``allow:`` only requests them.
     ``source`` replaces the graph's own ``source:``; a relative path is relative to the current
-    folder. ``dtype``: see `Graph.in_dtype`. ``absent``: see `Graph.without`. Raises GraphError with
-    one line per problem: ``file:line: entry: what is wrong``.
+    folder, and only here may it be a URL. ``dtype``: see `Graph.in_dtype`. ``absent``: see
+    `Graph.without`. Raises GraphError with one line per problem: ``file:line: entry: what is
+    wrong``.
     """
     document = read_document(graph_file(path))
     if source is not None and isinstance(document.data, dict):
@@ -82,14 +83,19 @@ def load(
             if isinstance(entry, dict):
                 entry.pop("checkpoints", None)
     spec = graph_spec_of(document)
-    graph = _GraphReader(document, spec, tuple(sorted(set(strings(trust))))).read()
+    reader = _GraphReader(document, spec, tuple(sorted(set(strings(trust)))))
+    reader.url = source if source is not None and is_url(source) else ""
+    graph = reader.read()
     document.raise_if_any()
     graph = graph.without(absent) if absent else graph
     return graph if dtype is None else graph.in_dtype(dtype)
 
 
 class _GraphReader(StageReader):
-    """Turns a spec of the right shape into a graph, and adds problems to its document."""
+    """Turns a spec of the right shape into a graph, and adds problems to its document. ``url``: the
+    URL that the caller gave as the source, if any."""
+
+    url = ""
 
     def read(self) -> Graph:
         spec = self.spec
@@ -445,12 +451,18 @@ class _GraphReader(StageReader):
         return f"{whole}/{location[1]}"
 
     def _source(self, location: Location, text: str, revision: str | None) -> str:
-        """Return a hub path with its revision, or the absolute path of a folder or file.
+        """Return a hub path with its revision, a URL, or the absolute path of a folder or file.
 
         Relative paths are relative to the graph file. Problems are added for the entry at
         ``location``, unless that is ().
         """
         text = text.rstrip("/") or text
+        if is_url(text):
+            if text != self.url.rstrip("/"):
+                self.add(location, "is a URL, which only you can trust: give it with --source")
+            elif {".", ".."} & {*text.split("/")}:
+                self.add(location, "is not a URL of a folder or file: it has . or ..")
+            return text
         path = self.folder / os.path.expanduser(text)
         parts = text.split("/")
         local = (

@@ -19,8 +19,10 @@ from graphrun.modules.source_files import (
     find_folder,
     hub_query,
     local_folder,
+    remote_files,
     split_source,
 )
+from graphrun.reading import is_url
 from graphrun.units import show_size
 
 
@@ -37,7 +39,8 @@ class Need:
 @dataclass(frozen=True, slots=True)
 class Download:
     """Files of one repository at a commit that are not on this machine: ``files`` of ``nbytes`` in
-    all. ``licence``: as the repository's card states it, or ""."""
+    all. ``licence``: as the repository's card states it, or "". Of a URL, ``repository`` is the
+    URL, and ``commit`` is ""."""
 
     repository: str
     commit: str
@@ -81,7 +84,7 @@ def _is_local(need: Need) -> bool:
 
 
 def look(needs: Sequence[Need]) -> list[Download]:
-    """Return one download for each repository of ``needs``, with one or two requests each.
+    """Return one download for each repository and URL of ``needs``, with one or two requests each.
 
     Downloads nothing. Raises GraphError if a repository may not be read or does not have the files,
     and if the disk is too small for all of them.
@@ -90,10 +93,11 @@ def look(needs: Sequence[Need]) -> list[Download]:
 
     groups: dict[tuple[str, str | None, str], list[Need]] = {}
     for need in needs:
-        groups.setdefault(
-            (split_source(need.source)[0], hub_query(need.source, ())[0], need.variant), []
-        ).append(need)
-    downloads = [
+        if not is_url(need.source):
+            repository, revision = split_source(need.source)[0], hub_query(need.source, ())[0]
+            groups.setdefault((repository, revision, need.variant), []).append(need)
+    downloads = [_look_at_url(need) for need in needs if is_url(need.source)]
+    downloads += [
         _look(repository, revision, group) for (repository, revision, _), group in groups.items()
     ]
     folder = Path(constants.HF_HUB_CACHE)
@@ -106,6 +110,16 @@ def look(needs: Sequence[Need]) -> list[Download]:
             f"{text}: make room, or name a folder on another disk in HF_HOME", needs[0].file_line
         )
     return downloads
+
+
+def _look_at_url(need: Need) -> Download:
+    listing = remote_files(need.source, need.patterns, need.file_line, need.variant)
+    names = [file.name for file in listing.files]
+    if need.patterns == OF_COMPONENT and not any(name.endswith(WEIGHT_FILES) for name in names):
+        raise GraphError(f"{need.source} has no safetensors", need.file_line)
+    files = listing.missing()
+    nbytes = sum(file.nbytes for file in files)
+    return Download(need.source, "", "", len(files), nbytes, (need,))
 
 
 def _look(repository: str, revision: str | None, needs: Sequence[Need]) -> Download:
@@ -140,6 +154,10 @@ def _matches(file: str, patterns: Sequence[str]) -> bool:
 def download(request: Download, progress: hub.DownloadCallback | None = None) -> None:
     """Download the files of ``request``. Raises GraphError; complete files stay, and the next call
     continues with the others."""
+    if is_url(request.repository):
+        need = request.needs[0]
+        remote_files(need.source, need.patterns, need.file_line, need.variant).copy(progress)
+        return
     queries = [hub_query(need.source, need.patterns, need.variant) for need in request.needs]
     allow = list(dict.fromkeys(pattern for _, patterns, _ in queries for pattern in patterns))
     hub.snapshot(

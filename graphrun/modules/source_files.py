@@ -8,6 +8,7 @@ Pickled weights are never read. Of safetensors, only the headers are read: names
     /model.safetensors          owner/name/model.safetensors one file; its tensors in any order
                                 owner/name@revision/...      a commit, branch or tag, with "/" in
                                                              its name as %2F
+    s3://bucket/folder          a URL that fsspec reads (`graphrun.modules.remote`)
 
     file.safetensors (`graphrun.reading.safetensors_header`)
     | header's length, 8 bytes | header: {name: {dtype, shape, data_offsets}} | data ............ |
@@ -26,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 from graphrun.errors import GraphError, InputError
 from graphrun.graph.parts import Component
 from graphrun.limits import LIMITS, require
-from graphrun.modules import hub
+from graphrun.modules import hub, remote
 from graphrun.reading import (
+    is_url,
     open_regular,
     parse_json,
     path_inside,
@@ -120,10 +122,12 @@ def file_stamp(file: Path | str | int) -> FileStamp:
 def find_folder(source: str, patterns: tuple[str, ...], file_line: str, variant: str = "") -> Path:
     """Return the local path of ``source`` with the files that match ``patterns``.
 
-    Missing files are downloaded to the hub's cache. ``source``: an absolute path or
-    ``owner/repo[@revision][/subfolder or file]``. ``variant``: which variant of the files to use.
-    Raises GraphError at ``file_line``.
+    Missing files are downloaded to the hub's cache, those of a URL to graphrun's. ``source``: an
+    absolute path, a URL or ``owner/repo[@revision][/subfolder or file]``. ``variant``: which
+    variant of the files to use. Raises GraphError at ``file_line``.
     """
+    if is_url(source):
+        return remote_files(source, patterns, file_line, variant).copy()
     if Path(source).is_absolute():
         if not os.path.exists(source):
             raise GraphError(
@@ -157,8 +161,18 @@ def hub_query(
         else [f"{subpath}/{pattern}" if subpath else pattern for pattern in patterns]
     )
     commit = commit_of(source)
-    ignore = [pattern for pattern in _IGNORED_PATTERNS if not variant or variant not in pattern]
-    return commit if len(commit) == 40 else revision, allow, ignore
+    return commit if len(commit) == 40 else revision, allow, _ignored(variant)
+
+
+def _ignored(variant: str) -> list[str]:
+    return [pattern for pattern in _IGNORED_PATTERNS if not variant or variant not in pattern]
+
+
+def remote_files(
+    source: str, patterns: Sequence[str], file_line: str, variant: str = ""
+) -> remote.Remote:
+    """Return the files of the URL ``source`` that `find_folder` copies. Raises GraphError."""
+    return remote.look(source, patterns, _ignored(variant), file_line)
 
 
 def split_source(source: str) -> tuple[str, str | None, str]:
@@ -169,14 +183,16 @@ def split_source(source: str) -> tuple[str, str | None, str]:
 
 
 def commit_of(source: str) -> str:
-    """Return the commit of a hub path's revision in the local hub cache; "" for an absolute path or
-    a revision that is not cached."""
+    """Return the commit of a hub path's revision in the local hub cache; "" for an absolute path, a
+    URL or a revision that is not cached."""
     return snapshot.name if (snapshot := _snapshot(source)) is not None else ""
 
 
 def local_place(source: str) -> Path | None:
     """Return the local folder or file of ``source``, without using the network; None if not local.
-    A hub path's snapshot in the hub's cache may be incomplete."""
+    A hub path's snapshot in the hub's cache may be incomplete, and so may the copy of a URL."""
+    if is_url(source):
+        return place if os.path.exists(place := remote.place_of(source)) else None
     snapshot = Path("/") if Path(source).is_absolute() else _snapshot(source)
     subpath = source if Path(source).is_absolute() else split_source(source)[2]
     return place if snapshot is not None and os.path.exists(place := snapshot / subpath) else None
@@ -184,6 +200,8 @@ def local_place(source: str) -> Path | None:
 
 def _snapshot(source: str) -> Path | None:
     """Return the hub cache's folder of a hub path's revision, named after the commit; else None."""
+    if is_url(source):
+        return None
     from huggingface_hub import constants
 
     repository, revision, _ = split_source(source)

@@ -25,6 +25,7 @@ from graphrun.model.problem import Hardware
 from graphrun.modules.source_files import split_source
 from graphrun.profile.modes import MODES, Mode, ModeName, estimate_mode
 from graphrun.profile.placements import PARTIAL_KINDS, Scene, WeightPlacement
+from graphrun.reading import is_url
 from graphrun.units import GIB
 
 RESIDENT = WeightPlacement()
@@ -218,8 +219,9 @@ def setting_of(
 
 def _model(graph: Graph, option: str) -> list[str]:
     """Return the words that name the model of ``graph``; ``option``: before its repository."""
-    if graph.source is None or graph.source.startswith("/"):
-        return [option, graph.source or "MODEL"] if option else [graph.source or "MODEL"]
+    if graph.source is None or graph.source.startswith("/") or is_url(graph.source):
+        model = graph.source if graph.source and not is_url(graph.source) else "MODEL"
+        return [option, model] if option else [model]
     repository, revision, _ = split_source(graph.source)
     words = [option, repository] if option else [repository]
     return [*words, "--revision", revision] if revision else words

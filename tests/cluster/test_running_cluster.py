@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from placing import cluster_of
 
-from graphrun.cluster.actors import bundle_of, node_addresses, visible_devices
+from graphrun.cluster.actors import CPUS, bundle_of, node_addresses, visible_devices
 from graphrun.cluster.machines import ClusterHost, read_cluster
 from graphrun.errors import InputError
 from graphrun.profile.hardware_profiles import hardware
@@ -83,6 +83,7 @@ def test_on_a_running_cluster_ray_assigns_equal_gpus(
     bundle = bundle_of(assignment, {"a": "10.0.0.1"}, cluster)
     assert bundle["GPU"] == 2
     assert bundle.get("memory") == (5 << 30 if address else None), "other jobs leave it free"
+    assert bundle["CPU"] == (2 if address else CPUS), "a core for the code that feeds each GPU"
     assert "node:10.0.0.1" in bundle
 
 

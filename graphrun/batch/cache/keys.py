@@ -31,7 +31,15 @@ from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.parts import Adapter, Component, Part, Reference, Stage
 from graphrun.graph.precisions import is_gguf
 from graphrun.model.solution import Solution
-from graphrun.modules.source_files import OF_COMPONENT, OF_PART, blob, find_folder, local_place
+from graphrun.modules.source_files import (
+    OF_COMPONENT,
+    OF_PART,
+    blob,
+    find_folder,
+    local_place,
+    remote_files,
+)
+from graphrun.reading import is_url
 
 # libraries whose code computes stage outputs
 LIBRARIES = (
@@ -243,6 +251,9 @@ class StageKeys:
     def _folder(
         self, source: str, patterns: tuple[str, ...], place: str, variant: str = ""
     ) -> list[list[str]]:
+        if is_url(source):
+            listing = remote_files(source, patterns, place, variant)
+            return [[file.name, file.version] for file in listing.files]
         folder = find_folder(source, patterns, place, variant)
         files = (
             [folder]
