@@ -220,7 +220,8 @@ def same(actual: Any, expected: Any) -> bool:
     """Whether an output of a run and one of a pipeline are bit for bit the same pictures or
     sound."""
     if hasattr(actual, "samples"):
-        sound = expected.float().numpy() if isinstance(expected, torch.Tensor) else expected
+        sound = getattr(expected, "samples", expected)
+        sound = sound.float().numpy() if isinstance(sound, torch.Tensor) else sound
         return np.array_equal(actual.samples, np.atleast_2d(sound))  # a mono sound has no channels
     return np.array_equal(pixels(actual), pixels(expected))
 
