@@ -215,15 +215,18 @@ class ReadOrdering:
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reports operators that read tensors; views read none."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, ordering: ReadOrdering) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ordering = ordering
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_view = any(
+        schema = getattr(func, "_schema", None)  # flex_attention has none
+        is_view = schema is not None and any(
             result.alias_info is not None and not result.alias_info.is_write
-            for result in func._schema.returns
+            for result in schema.returns
         )
         if not is_view:
-            self._ordering.use(func._schema.name, tensors_in((args, kwargs or {})))
+            self._ordering.use(func.name(), tensors_in((args, kwargs or {})))
         return func(*args, **(kwargs or {}))

@@ -42,14 +42,13 @@ def small(graph: Graph) -> dict[str, Any]:
     }
 
 
-def files(graph: Graph) -> dict[str, Image.Image]:
-    """A picture or a mask for each input that takes one."""
-    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+def files(graph: Graph) -> dict[str, Any]:
+    """A picture, a mask or a video of nine frames for each input that takes one."""
+    noise = np.random.default_rng(0).integers(0, 256, (9, 64, 64, 3), dtype=np.uint8)
     half = np.repeat(np.uint8([255, 0]), 32)[:, None].repeat(64, 1)
-    images = {"image": Image.fromarray(noise), "mask": Image.fromarray(half)}
-    return {
-        name: images[entry.type] for name, entry in graph.inputs.items() if entry.type in images
-    }
+    frames = [Image.fromarray(frame) for frame in noise]
+    media = {"image": frames[0], "mask": Image.fromarray(half), "video": frames}
+    return {name: media[entry.type] for name, entry in graph.inputs.items() if entry.type in media}
 
 
 @pytest.mark.parametrize("name", sampled(CALLS, ALWAYS, "reference"))
