@@ -172,7 +172,15 @@ def test_a_call_that_would_send_tensors_is_not_computed_in_a_dry_run(
 
 
 @pytest.mark.sweep("more")
-@pytest.mark.parametrize("name", ["FluxPipeline", "WanPipeline", "LTXPipeline"])
+def test_a_mask_for_all_heads_cannot_be_divided() -> None:
+    """diffusers divides the heads, and not the mask that LTX repeats for each of them."""
+    graph = graphrun.load("ltx-tiny").divided(PROCESSES)
+    with pytest.raises(StageError, match="Attempting to broadcast"):
+        probe(graph, graph.for_planning({}))
+
+
+@pytest.mark.sweep("more")
+@pytest.mark.parametrize("name", ["FluxPipeline", "WanPipeline"])
 def test_each_process_has_diffusers_bits_and_sends_the_planned_bytes(
     name: str, tmp_path: Path
 ) -> None:
