@@ -207,7 +207,8 @@ class GraphPlanner:
 
     def _advised(self, graph_plan: Planned, arguments: Mapping[str, Any]) -> Planned:
         """Add what secondary devices save, and the suggestions for a slow plan."""
-        from graphrun.report.verdicts import gain_text
+        from graphrun.report.verdicts import divided_text, gain_text
+        from graphrun.sequence import divided_run
         from graphrun.store import fitting_for, suggestions_for
 
         graph, problem, solution = graph_plan.graph, graph_plan.problem, graph_plan.solution
@@ -220,7 +221,12 @@ class GraphPlanner:
             with solving(), alive(f"planning {graph.name} for {single['hardware'].name} alone"):
                 alternative = fitting_for(api.estimate(graph, **{**arguments, **single}), store)
             seconds = None if alternative is None else alternative.seconds
-            graph_plan = replace(graph_plan, gain=gain_text(solution, seconds))
+            gain = gain_text(solution, seconds)
+            with solving(), alive(f"planning {graph.name} with its sequence divided"):
+                divided = divided_run(graph, problem, arguments, store)
+            if divided is not None:
+                gain += f". {divided_text(divided)}"
+            graph_plan = replace(graph_plan, gain=gain)
         if not solution.slow:
             return graph_plan
         from graphrun.solve.suggestions import options_of

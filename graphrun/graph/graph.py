@@ -65,6 +65,7 @@ class Graph:
     # (dtype of components in the file, dtype in its place)
     dtypes: tuple[tuple[str, str], ...] = ()
     absent: tuple[str, ...] = ()  # components of the file that are left out
+    processes: int = 1  # that divide the sequence of transformers; each runs the whole graph
     code: str = field(default="", compare=False)  # for people: where to get the packages
     file_line: str = field(default="", compare=False)
     # unused meta modules, for the next run (`graphrun.modules.build`); a graph and its parts share
@@ -136,6 +137,10 @@ class Graph:
                 f"{self.name}: {problem}: use run_many, or graph.per_item() for the graph of one "
                 "item"
             )
+
+    def divided(self, processes: int) -> Graph:
+        """Return the graph as each of ``processes`` runs it, which divide the sequence."""
+        return replace(self, processes=processes, spare={})
 
     def producers(self, name: str) -> tuple[str, ...]:
         """Return the names of the stages whose outputs the stage ``name`` reads, each once."""
@@ -583,6 +588,7 @@ class Graph:
                 if self.precomputed
                 else {}
             ),
+            **({"processes": self.processes} if self.processes > 1 else {}),
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -12,6 +12,7 @@
     elementwise      bytes read and written; group norm also the pass that computes means, with one
                      thread block per group (`NORM_SECONDS`); RMS norm at least one thread block per
                      row (`ROW_SECONDS`)
+    transfer         bytes sent to an equal device, which sends as many (`transfer_seconds`)
 
 On a CPU (`ProcessorRates`) times add up, since the same cores multiply and move bytes:
 
@@ -125,6 +126,8 @@ def work_seconds(call: Call, hardware: Hardware) -> list[float]:
 def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
     """Return the seconds of one kernel on the device."""
     rates = hardware.kernels
+    if kernel.kind == "transfer":
+        return transfer_seconds(kernel.nbytes, hardware)
     if rates is None:
         return kernel.flops / hardware.flops_per_second
     if isinstance(rates, ProcessorRates):
@@ -156,6 +159,19 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware) -> float:
         shares = {MASKED: MASKED_ATTENTION, KEY_MASKED: KEY_MASKED_ATTENTION}
         rate *= shares.get(kernel.operator, 1.0) / _padding(kernel)
     return full * max(kernel.flops / rate + kernel.scores / rates.exponentials_per_second, moving)
+
+
+def transfer_seconds(nbytes: int, hardware: Hardware) -> float:
+    """Return the seconds to send ``nbytes`` to an equal device, and to receive as many.
+
+    Without direct access between cards both pass through the host: a copy there and a copy back run
+    at once. On a CPU, processes exchange bytes in memory.
+    """
+    if hardware.kind.is_host:
+        return nbytes / hardware.memory_bytes_per_second
+    back_rate = hardware.h2d_bytes_per_second * hardware.bidirectional
+    rate = min(hardware.d2h_bytes_per_second, back_rate)
+    return hardware.copy_start_seconds + nbytes / rate
 
 
 def _padding(kernel: Kernel) -> float:

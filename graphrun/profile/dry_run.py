@@ -65,6 +65,7 @@ from graphrun.profile.recording import (
 )
 from graphrun.profile.repeats import Repeats
 from graphrun.profile.returned import Returned, capture_result
+from graphrun.profile.sequence import communicates, first_of
 from graphrun.sim.active import active
 from graphrun.sim.casts import dtype_on, follow_autocast
 from graphrun.sim.dry import PLANNED, DryMachine, without_planned_device
@@ -98,7 +99,11 @@ def probe(
     parts = {part.name: build_part(part, graph, planning=True) for part in graph.parts.values()}
     prober = Prober(meta_modules, weights=random_weights(graph))
     on_built()
-    with DryMachine() as machine, prober.interceptor:
+    with (
+        first_of(graph.processes, meta_modules.values()),
+        DryMachine() as machine,
+        prober.interceptor,
+    ):
         machine.listener = prober.recording
         machine.hollow_bytes = HOLLOW_BYTES
 
@@ -125,7 +130,8 @@ def probe(
         stages.after_stage = after_stage
         stages.run()
     dry_run = DryRun(prober.recording, prober.profiles(graph))
-    leave_behind(graph, meta_modules)
+    if graph.processes == 1:
+        leave_behind(graph, meta_modules)
     return dry_run
 
 
@@ -144,8 +150,8 @@ class Prober:
 
     Every call appends an item to ``recording``. Later dry runs with the same prober reuse the
     traces. A call whose code reads numbers cannot be traced on meta. It is computed once on the
-    CPU, with the module from ``weights(component)``. Without ``weights``, or without enough RAM,
-    the error on meta is raised.
+    CPU, with the module from ``weights(component)``. Without ``weights``, without enough RAM, or
+    for a module that would send its results to other processes, the error on meta is raised.
 
     ``host_type``: the type of torch's device for the host; "" if the planned device is the host.
     """
@@ -312,7 +318,7 @@ class Prober:
         """Trace the call on the CPU, after meta failed with ``meta_error``."""
         module = self.meta_modules[component]
         nbytes = sum(tensor.nbytes for tensor in weights_below(module))
-        if self._weights is None or nbytes > host_ram_bytes():
+        if self._weights is None or nbytes > host_ram_bytes() or communicates(module):
             raise meta_error
         try:
             with with_weights_of(self._weights(component), module):

@@ -61,6 +61,8 @@ class FusedKernels(Moves):
         if (autocast_dtype := dtype_on(AUTOCAST_DEVICE_TYPE)) is not None:
             query, key, value = (tensor.to(autocast_dtype) for tensor in (query, key, value))
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        if mask is not None:  # raises the RuntimeError that the kernel raises
+            torch.broadcast_shapes(mask.shape, (*query.shape[:-1], key.shape[-2]))  # type: ignore[no-untyped-call]
         is_boolean = mask is not None and mask.dtype == torch.bool
         additive_mask = query.new_empty(mask.shape) if is_boolean else mask
         shape = (*query.shape[:-1], value.shape[-1])

@@ -52,6 +52,8 @@ def operator_kernel(
     written_bytes = sum(map(touched_bytes, results))
     read_bytes = written_bytes if packet in _GATHERS else sum(map(touched_bytes, arguments))
     dtype, nbytes = dtype_name(output.dtype), read_bytes + written_bytes
+    if (sent_bytes := _sent_bytes(func, args)) is not None:
+        return Kernel("transfer", dtype, 0.0, sent_bytes)
     if (formula := flop_registry.get(packet)) is None:
         rows, elements = 0, 0
         if packet is aten.native_group_norm:
@@ -71,6 +73,18 @@ def operator_kernel(
     count, inner = math.prod(batch), round(flops / (2 * output.numel() or 1))
     tile_count = count * output_tiles(rows, columns)
     return Kernel("matmul", dtype, flops, nbytes, tile_count, shape=(count, rows, inner, columns))
+
+
+def _sent_bytes(func: Any, args: Any) -> int | None:
+    """Return the bytes that a collective sends from this process; None for other operators."""
+    name = func._schema.name
+    if name == "_c10d_functional::all_to_all_single":
+        tensor, _, parts, *_ = args  # one part stays
+        return int(touched_bytes(tensor) * (len(parts) - 1) // len(parts))
+    if name == "_c10d_functional::all_gather_into_tensor":
+        tensor, processes, *_ = args
+        return int(touched_bytes(tensor) * (processes - 1))
+    return None
 
 
 def _access_pattern(

@@ -18,11 +18,14 @@ SortedNames = Annotated[set[str], PlainSerializer(sorted)]
 """An unordered set of names; sorted in JSON, so that equal recordings have equal digests."""
 
 
-KernelClass = Literal["matmul", "convolution", "attention", "wide attention", "elementwise"]
+KernelClass = Literal[
+    "matmul", "convolution", "attention", "wide attention", "elementwise", "transfer"
+]
 """Classes of kernels.
 
 Matrix products; convolutions; fused attention; fused attention with more features per head than
-flash kernels support; all other kernels, such as normalization, activations, copies and casts.
+flash kernels support; all other kernels, such as normalization, activations, copies and casts;
+transfers between processes (collectives of torch.distributed).
 """
 
 
@@ -62,7 +65,8 @@ class Product(NamedTuple):
 class Kernel(NamedTuple):
     """An operator's work on the device, which `graphrun.profile.costs` turns into seconds.
 
-    ``dtype``: of the output. ``nbytes``: read and written. ``tiles``: tiles of 128 x 128 outputs
+    ``dtype``: of the output. ``nbytes``: read and written; transfers: sent by this process, which
+    gets as many. ``tiles``: tiles of 128 x 128 outputs
     (attention: of 128 queries), one at a time per multiprocessor; group norm: groups of all
     pictures; 0 for other elementwise work. ``scores``: exponentials that attention computes, one
     per query and key; group norm: elements. ``operator``: name of elementwise work, such as "gelu".
@@ -199,6 +203,12 @@ class Call:
     @property
     def peak_bytes(self) -> int:
         return max(self.levels())
+
+    @property
+    def transfers(self) -> list[Kernel]:
+        """The transfers to other processes, in order."""
+        kernels = (self.kernels[number] for _, numbers in self.work for number in numbers)
+        return [kernel for kernel in kernels if kernel.kind == "transfer"]
 
     def extend(self, section: Call) -> None:
         """Append the recording of ``section``, which shares this call's ``kernels``."""

@@ -9,6 +9,7 @@ from graphrun.device_kinds import kind_called
 from graphrun.model.copies import copyable_to, least_copy_bytes
 from graphrun.model.problem import Problem
 from graphrun.model.ranges import probable_range
+from graphrun.model.sequence import DividedRun
 from graphrun.model.simulation import Simulation
 from graphrun.model.solution import Solution
 from graphrun.trace import Trace
@@ -204,6 +205,21 @@ def gain_text(solution: Solution, seconds_alone: float | None) -> str:
             "graphrun plan --cluster (docs/howto/cluster.md)"
         )
     return f"{names} {saves} {1 - seconds / seconds_alone:.0%}: {alone_text}{copies_text}"
+
+
+def divided_text(divided: DividedRun) -> str:
+    """Return what a run takes with one process for each device, which divide the sequence."""
+    if divided.refusal:
+        return f"The sequence cannot be divided over the devices: {divided.refusal}"
+    if divided.solution is None:
+        return "With the sequence divided over the devices nothing fits"
+    problem = divided.solution.problem
+    seconds = divided.solution.seconds / problem.runs
+    return (
+        f"With the sequence divided over the devices, a run takes {roughly(seconds)}, of which "
+        f"transfers take {roughly(divided.transfer_seconds)} ({show_size(divided.transfer_bytes)} "
+        "each way): docs/howto/two-cards.md"
+    )
 
 
 def _copies_text(solution: Solution) -> str:

@@ -29,7 +29,7 @@ _NO_KERNEL = frozenset(
         "new_empty",
         "new_empty_strided",
     )
-)
+) | {"_c10d_functional::wait_tensor"}
 
 
 @cache
