@@ -514,14 +514,24 @@ def cases() -> dict[str, Case]:
             "text2video",
         ),
         Case("ErnieImageAutoBlocks", by("ernie-image"), MIDDLE, "text2image"),
-        Case("Ideogram4AutoBlocks", by("ideogram4"), MIDDLE, "text2image"),
+        Case(
+            "Ideogram4AutoBlocks",
+            by("ideogram4"),
+            {**MIDDLE, "guidance_schedule": [7.0, 3.0]},
+            "text2image",
+        ),
         Case("Krea2AutoBlocks", krea2, {**MIDDLE, **SHORT}, "text2image"),
         Case("Krea2TurboAutoBlocks", krea2, {**MIDDLE, **SHORT}, "text2image"),
         Case("ZImageAutoBlocks", of("ZImagePipeline"), SIZED, "text2image"),
         Case("ZImageAutoBlocks", of("ZImagePipeline"), {**SIZED, **IMAGE, **PART}, "image2image"),
         Case("AnimaAutoBlocks", anima, SIZED, "text2image"),
         Case("AnimaAutoBlocks", anima, {**SIZED, **IMAGE, **PART}, "img2img"),
-        Case("Cosmos3OmniBlocks", lambda: cosmos3("cosmos3"), SMALL, "text2image"),
+        Case(
+            "Cosmos3OmniBlocks",
+            lambda: cosmos3("cosmos3"),
+            {**SMALL, "num_frames": 1},
+            "text2image",
+        ),
         Case("Cosmos3OmniBlocks", lambda: cosmos3("cosmos3"), cosmos, "text2video"),
         Case("Cosmos3OmniBlocks", lambda: cosmos3("cosmos3"), {**cosmos, **IMAGE}, "image2video"),
         Case(
@@ -689,8 +699,12 @@ def in_child(name: str) -> dict[str, str]:
     parent, child = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=lambda: child.send(row(name)))
     process.start()
+    child.close()  # so that a process that ends shows as the end of the file
     try:
         return parent.recv() if parent.poll(SECONDS) else {"not_built": f"over {SECONDS} s"}
+    except EOFError:
+        process.join()
+        return {"not_built": f"its process ended with {process.exitcode}"}
     finally:
         process.kill()
         process.join()
