@@ -387,7 +387,7 @@ class Case:
         if self.pruned:
             blocks = blocks.get_workflow(self.workflow)
         pipe = blocks.init_pipeline()
-        names = {*pipe.component_names, *pipe._config_specs}
+        names = {*pipe.component_names, *pipe._config_specs} - {"guider"}  # no folder has it
         parts = {key: part for key, part in self.parts().items() if key in names}
         pipe.update_components(**parts)
         pipe.set_progress_bar_config(disable=True)

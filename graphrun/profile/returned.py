@@ -120,7 +120,7 @@ class Returned:
 
 
 def _continued(arguments: Sequence[torch.Tensor], example: torch.Tensor) -> torch.Tensor | None:
-    """Return tokens like ``example`` that repeat those of the prompt among ``arguments``."""
+    """Return tokens like ``example``: those of the prompt among ``arguments``, and again."""
     for argument in arguments:
         values = argument.raw if isinstance(argument, SimTensor) else argument
         if (
@@ -129,7 +129,10 @@ def _continued(arguments: Sequence[torch.Tensor], example: torch.Tensor) -> torc
             and len(values) == len(example)
             and 0 < values.shape[1] <= example.shape[1]
         ):
-            return values.repeat(1, -(-example.shape[1] // values.shape[1]))[:, : example.shape[1]]
+            # from its middle: at its ends are marks of the template, which decode to no text
+            text = values.roll(-(values.shape[1] // 2), 1)
+            text = text.repeat(1, example.shape[1] // values.shape[1])
+            return torch.cat([values, text], dim=1)[:, : example.shape[1]]
     return None
 
 

@@ -247,8 +247,8 @@ class Writer(nn.Module):
 def test_generated_tokens_repeat_those_of_the_prompt() -> None:
     prober = Prober({"writer": Writer().to("meta")})
     with sim.DryMachine() as machine, prober.interceptor:
-        prompt = torch.tensor([[5, 6]], device=sim.PLANNED)
+        prompt = torch.tensor([[5, 6, 7]], device=sim.PLANNED)
         baseline = machine.allocated_bytes
         tokens = prober.meta_modules["writer"].generate(input_ids=prompt)
         assert (machine.allocated_bytes - baseline, tokens.device) == (512, sim.PLANNED)
-        assert tokens.tolist() == [[5, 6, 5, 6, 5]]
+        assert tokens.tolist() == [[5, 6, 7, 6, 7, 5]]
