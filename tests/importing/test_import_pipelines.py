@@ -184,8 +184,8 @@ def test_a_module_under_two_names_has_its_tensors_once() -> None:
     modules = graphrun.from_pipeline(pipe).graph_modules
     first, second = modules["transformer"], modules["transformer_2"]
     assert (first is pipe.transformer, second is first) == (True, False)
-    for tensor, same in zip(first.parameters(), second.parameters(), strict=True):
-        assert (tensor is same, tensor.data_ptr()) == (False, same.data_ptr())
+    for tensor, twin in zip(first.parameters(), second.parameters(), strict=True):
+        assert (tensor is twin, tensor.data_ptr()) == (False, twin.data_ptr())
 
 
 @pytest.mark.sweep("more")
