@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from graphrun.diffusers_.dry_call import AttachedCall, MetaPipeline
 from graphrun.diffusers_.live import components_of, is_pipeline, merge_shared
@@ -73,11 +76,17 @@ class LivePipeline:
 
     @property
     def graph_modules(self) -> dict[str, Any]:
-        """The components of ``graph`` by name, with their weights."""
+        """The components of ``graph`` by name, with their weights. A graph has a component for each
+        name, so a module's second name has a copy that shares its tensors."""
         from graphrun.diffusers_.importing.from_live import of_pipeline
 
         description = of_pipeline(self.pipe)
-        return {name: description.live[name] for name in description.components}
+        modules = dict[str, Any]()
+        for name in description.components:
+            module = description.live[name]
+            is_taken = any(module is other for other in modules.values())
+            modules[name] = _sharing_copy(module) if is_taken else module
+        return modules
 
     def to_yaml(
         self,
@@ -101,3 +110,15 @@ class LivePipeline:
         from graphrun.diffusers_.importing.imported import stage
 
         return stage(of_pipeline(self.pipe), inputs, whole=whole)
+
+
+def _sharing_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` with parameters of its own on the same storages."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in module.buffers()}
+    for tensor in module.parameters():
+        memo[id(tensor)] = (
+            nn.Parameter(tensor.detach(), tensor.requires_grad)
+            if type(tensor) is nn.Parameter
+            else tensor
+        )
+    return copy.deepcopy(module, memo)

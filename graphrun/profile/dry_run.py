@@ -241,7 +241,7 @@ class Prober:
                 torch.empty(storage.nbytes(), dtype=torch.uint8, device=PLANNED)
                 for storage in storages
             ]
-        return result.materialize((args, kwargs), PLANNED)
+        return result.materialize((args, kwargs), PLANNED, generates=entry == "generate")
 
     def begin(self, recording: Recording) -> Recording:
         """Begin another dry run, which is appended to ``recording``."""

@@ -65,6 +65,7 @@ class FusedKernels(Moves):
             torch.broadcast_shapes(mask.shape, (*query.shape[:-1], key.shape[-2]))  # type: ignore[no-untyped-call]
         is_boolean = mask is not None and mask.dtype == torch.bool
         additive_mask = query.new_empty(mask.shape) if is_boolean else mask
+        self.recorder.note_reads((query, key, value))
         shape = (*query.shape[:-1], value.shape[-1])
         rows = query.numel() // query.shape[-1]  # b h s_q
         width, keys = query.shape[-1], key.shape[-2]  # d_k, s_k
@@ -116,6 +117,8 @@ class FusedKernels(Moves):
         casts = dtype_on(AUTOCAST_DEVICE_TYPE) is not None
         if casts or (weight is not None and weight.dtype != input.dtype):
             return torch.rms_norm(input, normalized_shape, weight, eps)
+        if weight is not None:
+            self.recorder.note_reads((weight,))
         source = input.contiguous()
         result = torch.empty_like(source)
         elements, rows = source.numel(), source.numel() // (math.prod(normalized_shape) or 1)

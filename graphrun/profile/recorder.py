@@ -453,7 +453,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         argument_tensors, result_tensors = [*tensors_of(args)], [*tensors_of((result,))]
         self.note_held(argument_tensors)
         self._note_access(func, args, kwargs, argument_tensors)
-        self._note_read_weights(argument_tensors)
+        self.note_reads(argument_tensors)
         is_mask_sum = func is aten.sum.default and args[0].dtype == torch.bool
         is_all_true = func is aten.all.default or self._compares_mask_sum(func, args)
         for tensor in result_tensors:
@@ -510,7 +510,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _compares_mask_sum(self, func: Any, args: Any) -> bool:
         return func is aten.eq.Scalar and args[0] in self._mask_sums
 
-    def _note_read_weights(self, tensors: Iterable[torch.Tensor]) -> None:
+    def note_reads(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the weights among ``tensors``, and the layers whose weights other code reads."""
         for tensor in tensors:
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:

@@ -17,6 +17,7 @@ import torch
 
 from graphrun.modules.trees import holders_in, put_content, tensors_in, walk
 from graphrun.profile.meta_ops import META
+from graphrun.sim.tensor import SimTensor
 
 MOST_INTEGERS = 1 << 16  # of a result whose values are kept
 
@@ -56,9 +57,10 @@ class Returned:
         storages = {storage._cdata: storage.nbytes() for storage in created_storages}
         return sum(nbytes for cdata, nbytes in storages.items() if cdata not in self.aliases)
 
-    def materialize(self, args: Any, device: torch.device) -> Any:
+    def materialize(self, args: Any, device: torch.device, *, generates: bool = False) -> Any:
         """Return zeros, integers or views of ``args`` (args, kwargs); change these as the call
-        does."""
+        does. Unknown tokens of a call that ``generates`` repeat the prompt's: pipelines decode them
+        to a text, and zeros may stand for none."""
         arguments, created_tensors = tensors_in(args), dict[int, torch.Tensor]()
 
         def tensor(example: torch.Tensor) -> torch.Tensor:
@@ -83,8 +85,11 @@ class Returned:
                 and storage.nbytes() == example.nbytes
                 and uses[storage._cdata] == 1
             ):
-                if storage._cdata in self.integers:
-                    return self.integers[storage._cdata].to(device)
+                values = self.integers.get(storage._cdata)
+                if values is None and generates:
+                    values = _continued(arguments, example)
+                if values is not None:
+                    return values.to(device)
                 return torch.zeros(example.shape, dtype=example.dtype, device=device)
             if storage._cdata not in created_tensors:
                 created_tensors[storage._cdata] = torch.zeros(
@@ -112,6 +117,23 @@ class Returned:
             for number, content in argument_contents.items():
                 put_content(holders[number], content)
         return result
+
+
+def _continued(arguments: Sequence[torch.Tensor], example: torch.Tensor) -> torch.Tensor | None:
+    """Return tokens like ``example``: those of the prompt among ``arguments``, and again."""
+    for argument in arguments:
+        values = argument.raw if isinstance(argument, SimTensor) else argument
+        if (
+            values.dtype == example.dtype == torch.int64
+            and values.ndim == example.ndim == 2
+            and len(values) == len(example)
+            and 0 < values.shape[1] <= example.shape[1]
+        ):
+            # from its middle: at its ends are marks of the template, which decode to no text
+            text = values.roll(-(values.shape[1] // 2), 1)
+            text = text.repeat(1, example.shape[1] // values.shape[1])
+            return torch.cat([values, text], dim=1)[:, : example.shape[1]]
+    return None
 
 
 def capture_result(

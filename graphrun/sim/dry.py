@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -54,7 +55,7 @@ class DryMachine(Machine):
             _PlannedDeviceMode(),
             _FunctionMode(),
             follow_autocast(None),
-            _without_monitor(),
+            _without_bars(),
             _cards_untouched(),
         ):
             self._contexts.enter_context(context)
@@ -154,14 +155,22 @@ def _is_data(values: list[Any]) -> bool:
 
 
 @contextmanager
-def _without_monitor() -> Iterator[None]:
-    """A context without the thread that tqdm starts to monitor the progress bars of pipelines."""
+def _without_bars() -> Iterator[None]:
+    """A context without this thread's progress bars, which loops of blocks make by themselves, and
+    without the thread that tqdm starts to monitor bars."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]
 
+    thread, initialize = get_ident(), tqdm.__init__
+
+    def initialize_disabled(bar: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(bar, *args, **kwargs | {"disable": True} if get_ident() == thread else kwargs)
+
     interval, tqdm.monitor_interval = tqdm.monitor_interval, 0
+    tqdm.__init__ = initialize_disabled
     try:
         yield
     finally:
+        tqdm.__init__ = initialize
         tqdm.monitor_interval = interval
 
 

@@ -12,6 +12,7 @@ from campaign import sampled
 from diffusers import AutoencoderKL
 from import_whole import equal, of_graph, planned, run, saved
 from safetensors.torch import save_file
+from tiny_pipelines import cases
 
 import graphrun
 from graphrun.errors import PlanError
@@ -175,3 +176,23 @@ def test_a_live_pipeline_is_the_same_graph(tmp_path: Path) -> None:
     inputs = {**source.inputs, **{k: v for k, v in source.sets.items() if k in live.graph.inputs}}
     trace = run(live.graph, planned(live.graph, inputs, pinned=True), inputs, live.graph_modules)
     assert equal(trace.outputs["image"], source.expected())
+
+
+def test_a_module_under_two_names_has_its_tensors_once() -> None:
+    pipe = cases()["WanPipeline-two-experts"].build()
+    pipe.register_modules(transformer_2=pipe.transformer)
+    modules = graphrun.from_pipeline(pipe).graph_modules
+    first, second = modules["transformer"], modules["transformer_2"]
+    assert (first is pipe.transformer, second is first) == (True, False)
+    for tensor, twin in zip(first.parameters(), second.parameters(), strict=True):
+        assert (tensor is twin, tensor.data_ptr()) == (False, twin.data_ptr())
+
+
+@pytest.mark.sweep("more")
+def test_a_module_under_two_names_runs_under_both(tmp_path: Path) -> None:
+    source = saved("WanPipeline-two-experts", tmp_path)
+    source.pipe.register_modules(transformer_2=source.pipe.transformer)
+    live = graphrun.from_pipeline(source.pipe)
+    graph, modules = live.to_yaml(tmp_path / "a.yaml", inputs=source.sets), live.graph_modules
+    trace = run(graph, planned(graph, source.inputs, at_minimum=True), source.inputs, modules)
+    assert equal(next(iter(trace.outputs.values())), source.expected())

@@ -155,6 +155,18 @@ def test_math_attention_takes_a_square_tensor() -> None:
     assert scratch == {True: [4 * rows], False: [4 * (2 * rows * 256 + 2 * rows * 16)]}
 
 
+def test_weights_that_fused_kernels_read_are_read() -> None:
+    module = nn.ParameterDict({name: torch.ones(1, 1, 4, 8) for name in ("scale", "query")})
+    module = module.requires_grad_(False).to("meta")
+
+    def call() -> torch.Tensor:
+        x = torch.zeros(1, 1, 4, 8, device="meta")
+        scaled = torch.rms_norm(x, x.shape, module["scale"])
+        return nn.functional.scaled_dot_product_attention(module["query"], scaled, scaled)
+
+    assert record(module, call).record.read_weights == {"scale", "query"}
+
+
 def test_only_read_tensors_are_touched_and_every_allocation_is_released() -> None:
     module = nn.ModuleDict({"used": nn.Linear(8, 8), "idle": nn.Linear(8, 8)}).to("meta")
     recorder = record(module, lambda: module["used"](torch.zeros(2, 8, device="meta")))

@@ -228,3 +228,27 @@ def test_tokens_that_a_call_computed_keep_their_values() -> None:
     tokens, cpu = torch.tensor([[5, 7]]), torch.device("cpu")
     returned = capture_result(tokens, [], {}, (), cpu)
     assert torch.equal(returned.materialize(((), {}), cpu), tokens)
+
+
+class Writer(nn.Module):
+    """Like a language model: some tokens after those of the prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Parameter(torch.ones(8, 4), requires_grad=False)
+
+    def generate(self, input_ids: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            scores = self.embeddings[input_ids[:, -1]] @ self.embeddings.T
+            input_ids = torch.cat([input_ids, scores.argmax(-1, keepdim=True)], dim=1)
+        return input_ids
+
+
+def test_generated_tokens_repeat_those_of_the_prompt() -> None:
+    prober = Prober({"writer": Writer().to("meta")})
+    with sim.DryMachine() as machine, prober.interceptor:
+        prompt = torch.tensor([[5, 6, 7]], device=sim.PLANNED)
+        baseline = machine.allocated_bytes
+        tokens = prober.meta_modules["writer"].generate(input_ids=prompt)
+        assert (machine.allocated_bytes - baseline, tokens.device) == (512, sim.PLANNED)
+        assert tokens.tolist() == [[5, 6, 7, 6, 7, 5]]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
+from tqdm.auto import tqdm
 
 from graphrun.sim import PLANNED, DryMachine
 
@@ -43,3 +46,13 @@ def test_unified_memory_is_the_hosts_too() -> None:
         assert torch.cat([torch.ones(1), torch.zeros(1, device=PLANNED)]).tolist() == [1.0, 0.0]
         tensor = torch.ones(3, device=PLANNED)
         assert tensor.numpy().tolist() == np.asarray(tensor).tolist() == [1.0] * 3
+
+
+def test_progress_bars_show_outside_dry_runs_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that a pipeline's code makes without asking its settings."""
+    with DryMachine(), ThreadPoolExecutor() as pool:
+        list(tqdm(range(2), desc="dry"))
+        pool.submit(lambda: list(tqdm(range(2), desc="elsewhere"))).result()
+    list(tqdm(range(2), desc="plain"))
+    text = capsys.readouterr().err
+    assert [word in text for word in ("dry", "elsewhere", "plain")] == [False, True, True]
