@@ -2,8 +2,10 @@
 
     python benchmarks/graph_table.py [NAME ...]    all graphs, or the named ones; others keep their
                                                    lines
-    python benchmarks/graph_table.py --fits        the table of choices, from `graphrun fit`, and
-                                                   benchmarks/results/fits.json
+    python benchmarks/graph_table.py --fits [NAME ...]
+                                                   the table of choices, from `graphrun fit`, and
+                                                   benchmarks/results/fits.json; with names, the
+                                                   others keep their rows
 
 The table: every reference graph's predicted time and peak at four budgets on an RTX 4090, and its
 weights in GiB. The choices: the first of ``graphrun fit GRAPH --card CARD --ram RAM --json``, with
@@ -171,11 +173,12 @@ def fit_of(name: str, card: str, ram_gib: int, cache: str) -> tuple[list[dict[st
     return json.loads(answer.stdout)["choices"], round(seconds, 2)
 
 
-def measure_fits() -> None:
+def measure_fits(names: Sequence[str]) -> None:
     """Write FITS: the first choice of each graph on each machine, and seconds of the command."""
-    rows = list[dict[str, Any]]()
+    rows = json.loads(FITS.read_text()) if FITS.is_file() else []
+    rows = [row for row in rows if row["graph"] not in names]
     with tempfile.TemporaryDirectory() as cache:
-        for name in FIT_NAMES:
+        for name in names:
             fit_of(name, "rtx4090", 128, cache)  # makes the dry run
             for card in FIT_CARDS:
                 for ram_gib in FIT_RAM:
@@ -301,8 +304,8 @@ def document(rows: dict[str, list[str]]) -> str:
 def main(names: list[str]) -> None:
     """Rewrite the rows of ``names``; by default of all graphs."""
     rows = cells_of(TABLE.read_text()) if TABLE.is_file() else {}
-    if names == ["--fits"]:
-        measure_fits()
+    if names[:1] == ["--fits"]:
+        measure_fits(names[1:] or FIT_NAMES)
         TABLE.write_text(document(rows))
         return
     absent = [

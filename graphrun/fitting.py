@@ -34,12 +34,20 @@ def fit(
     ``enough_ram_bytes`` (for these seconds; with all of the budgets, a run is at most 3 % faster),
     ``download_bytes`` (of all components: published checkpoints as their pages state them, others
     by the number of parameters), ``quantizing_seconds`` (before the first run, once; only with
-    ``cache``) and ``changes_output``. Empty if nothing fits. Needs no weights. Raises InputError.
+    ``cache``) and ``changes_output``. Where nothing fits, an option of stages such as tiling is
+    allowed too. Empty if nothing fits then. Needs no weights. Raises InputError.
     """
     from graphrun.store import fits_for
 
-    problem = api.estimate(graph, vram=vram, ram=ram, hardware=hardware, inputs=inputs, cache=cache)
-    return [_row(graph, problem, item) for item in fits_for(problem, store_in(cache))]
+    operations = [(stage.operation, stage.options) for stage in graph.stages]
+    needs = {operation.options[name] for operation, names in operations for name in names} - {""}
+    for allow in ((), *((name,) for name in sorted(needs))):
+        problem = api.estimate(
+            graph, vram=vram, ram=ram, hardware=hardware, inputs=inputs, allow=allow, cache=cache
+        )
+        if fits := fits_for(problem, store_in(cache)):
+            return [_row(graph, problem, item) for item in fits]
+    return []
 
 
 def _row(graph: Graph, problem: Problem, item: Fit) -> dict[str, Any]:
@@ -59,7 +67,7 @@ def _row(graph: Graph, problem: Problem, item: Fit) -> dict[str, Any]:
     # a run from files: each weight is read and copied
     likely = probable_range(problem.hardware, item.seconds, item.seconds)
     return {
-        "allow": list(item.allow),
+        "allow": [*item.allow, *problem.allow],
         "formats": formats,
         "sources": sources,
         "seconds": item.seconds,
@@ -71,5 +79,5 @@ def _row(graph: Graph, problem: Problem, item: Fit) -> dict[str, Any]:
         "quantizing_seconds": sum(
             cost.seconds for cost in quantizing_costs(components, problem.hardware)
         ),
-        "changes_output": bool(item.allow),
+        "changes_output": bool(item.allow or problem.allow),
     }

@@ -156,6 +156,39 @@ def test_a_choice_that_changes_the_output_gains_something() -> None:
     assert _gains(Fit(("4bit",), (), 120.0, 8 * GIB, 15 * GIB), plain)
 
 
+@pytest.mark.sweep("more")
+def test_what_fits_only_in_tiles_is_a_choice(
+    edit_graph: Callable[..., Graph], tmp_path: Path
+) -> None:
+    edits = ("    uses: [vae]\n", "    uses: [vae]\n    options: [tiling]\n")
+    graph, card = edit_graph("sdxl-tiny", edits), hardware("rtx4060laptop")
+    options: dict[str, Any] = {"inputs": {"height": 1024, "width": 1024}, "cache": tmp_path}
+    tiled_bytes, whole_bytes = (
+        smallest_budget(
+            package.estimate(graph, vram="8G", ram="8G", hardware=card, allow=allow, **options)
+        )
+        for allow in (("tiling",), ())
+    )
+    assert tiled_bytes < whole_bytes
+    (row,) = fitting.fit(graph, card, (tiled_bytes + whole_bytes) // 2, "8G", **options)
+    assert (row["allow"], row["changes_output"]) == (["tiling"], True)
+    assert row["enough_vram_bytes"] < whole_bytes
+    (row,) = fitting.fit(graph, card, "8G", "8G", **options)
+    assert (row["allow"], row["changes_output"]) == ([], False), "all fits whole"
+    assert not fitting.fit(graph, card, card.context_bytes + card.workspace_bytes, "8G", **options)
+
+
+def test_where_nothing_fits_the_command_that_helps_is_shown(graphrun: Cli) -> None:
+    machine = ("--card", "rtx4060laptop", "--vram", "640M", "--ram", "16G")
+    code, output, _ = graphrun("fit", "flux-tiny", *machine)
+    assert code == 3
+    assert output.startswith("fits: no. No format runs flux-tiny on rtx4060laptop")
+    command = output.splitlines()[-1].strip()
+    assert command == "graphrun plan flux-tiny --vram 640M --ram 12G --hardware rtx4060laptop"
+    code, _, err = graphrun(*command.split()[1:])
+    assert (code, "--vram" in err) == (3, True)
+
+
 def test_what_fit_refuses(graphrun: Cli) -> None:
     for arguments, words in (
         (("fit", "flux-tiny", "--card", "sim"), "sim is no card"),

@@ -104,6 +104,7 @@ def fit_command(
     # a folder or a repository is planned by a graph file
     first = ["graphrun", "import", model, *trusted, "-o", file_name]
     start = "" if file_name == model else f"{shlex.join(first)} && "
+    command = start + shlex.join(words)
     for row in rows:
         options = [word for name in row["allow"] for word in ("--allow", name)]
         row["command"] = start + shlex.join([*words, *options])
@@ -116,7 +117,7 @@ def fit_command(
         "notes": [*budget_notes(hardware, vram, ram), *notes],
         "choices": rows,
     }
-    show(summary, as_json, fit_screen(summary, width()))
+    show(summary, as_json, fit_screen(summary, command, width()))
     if not any(row["within"] for row in rows):
         raise typer.Exit(1 if rows else 3)
 

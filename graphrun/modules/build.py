@@ -358,8 +358,8 @@ def _source_in(
     if component.loras and content.packed and precision in as_stored(content, ()):
         raise refusal(
             component,
-            f"a LoRA cannot be fused into weights that are in {precision} in {place}: take "
-            "another source, or leave loras: out",
+            f"a LoRA cannot be fused into weights that are in {precision} in {place}: take a "
+            "source in 16 bits, or leave loras: out",
         )
     return FileSource(read_as(content, module, precision, getattr(torch, component.dtype))), content
 

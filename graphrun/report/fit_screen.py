@@ -19,12 +19,16 @@ NOTE = (
 )
 
 
-def fit_screen(summary: Mapping[str, Any], width: int = 80) -> str:
-    """Return the choices of ``summary``, best first, each with its command."""
+def fit_screen(summary: Mapping[str, Any], command: str, width: int = 80) -> str:
+    """Return the choices of ``summary``, best first, each with its command.
+
+    ``command``: shows what would help where nothing fits.
+    """
     look, rows = Look(width), summary["choices"]
     place = f"{summary['graph']} on {summary['hardware']} ({summary['basis']})"
     if not rows:
-        return look.folded(f"fits: no. No format runs {place}; graphrun plan shows what would help")
+        verdict = look.folded(f"fits: no. No format runs {place}; this shows what would help:")
+        return f"{verdict}\n{folded_command(f' {command}', width)}"
     best, want = rows[0], summary["want_seconds"]
     verdict = f"fits: yes. {place}: {roughly(best['seconds'])} with {_name(best)}"
     if want is not None:

@@ -354,7 +354,8 @@ def _minimise_staged(
 
     - the first variant of each component, if the relaxation is no worse with them
     - otherwise the variants with the largest share in the relaxation
-    - if no solution has these variants: the variants of a solution within ROUGH_GAP
+    - if no solution has these variants: the variants of a solution within ROUGH_GAP, which is
+      the result if the goal allows that gap
     """
     model, trial_columns, gap = (
         formulation.model,
@@ -370,6 +371,8 @@ def _minimise_staged(
             trial_columns = formulation.variant_columns(formulation.chosen_in(relaxed.values))
         start = model.minimise(objective, rows, gap=gap, fixed=trial_columns)
         if start is None and (rough := model.minimise(objective, rows, gap=ROUGH_GAP)) is not None:
+            if fixed is None and gap >= ROUGH_GAP:
+                return rough
             fixed_variants = formulation.variant_columns(formulation.chosen_in(rough.values))
             start = (
                 model.minimise(objective, rows, gap=gap, fixed=fixed_variants, start=rough) or rough

@@ -22,7 +22,7 @@ from torch import nn
 import graphrun
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph
-from graphrun.graph.parts import Component
+from graphrun.graph.parts import Adapter, Component
 from graphrun.modules.build import build, draft
 from graphrun.modules.quantize import convert
 from graphrun.modules.source_files import stored_tensors
@@ -94,6 +94,13 @@ def test_streamed_and_resident_with_the_same_picture_at_the_planned_bytes(
     for problem in problems_with_the_same_picture(graph):
         numbers = problem.component("transformer")
         assert numbers.variants[0].transient_bytes == 0, "nothing is quantized"
+
+
+def test_a_lora_is_refused_with_what_to_type(flux: Graph, folder: Path, tmp_path: Path) -> None:
+    lora = Adapter(str(tmp_path / "lora.safetensors"))
+    component = replace(component_in(flux, folder), loras=(lora,))
+    with pytest.raises(GraphError, match="take a source in 16 bits, or leave loras: out"):
+        draft(component, flux, precision_of(folder))
 
 
 def test_the_weights_are_dequantized_for_another_precision(flux: Graph, folder: Path) -> None:
