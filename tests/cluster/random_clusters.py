@@ -66,7 +66,7 @@ class Case:
         ahead_seconds = weights / 100
         return Column(stages, ahead_seconds + steady * 1.25, ahead_seconds, steady, ram, pinned)
 
-    def least(self, kind: DeviceClass, stage: str) -> float:
+    def least(self, kind: DeviceClass, stage: str, _: float) -> float:
         return min(self.compute[member.hardware.name, stage] for member in kind.members)
 
     def pricing(self, *, cold: bool = False, has_gaps: bool = False) -> Pricing:
