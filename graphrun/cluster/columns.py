@@ -361,8 +361,9 @@ class Planner:
                 return True  # the bytes of a bounce buffer depend on the granularity
             return variant.host_bytes <= ram_bytes and variant.locked_bytes <= pinned_bytes
 
-        def seconds(use: Use) -> float:
+        def seconds(use: Use, activation_bytes: int) -> float:
             component = problem.component(use.component)
+            device_bytes = max(0, problem.effective_bytes - activation_bytes)
             variants = [component.variants[index] for index in problem.usable(component)]
             return min(
                 (
@@ -370,17 +371,19 @@ class Planner:
                         _compute_seconds(use_with(use, component, variant), component.groups),
                         0.0
                         if shares_weights
-                        else _copy_seconds(use, component, variant, problem.effective_bytes),
+                        else _copy_seconds(use, component, variant, device_bytes),
                     )
-                    for variant in variants
-                    if fits(variant)
+                    for variant in [*filter(fits, variants)] or variants
                 ),
                 default=0.0,
             )
 
         ways = [[phase for phase in problem.phases if phase.stage == stage]]
         ways += [list(option.phases) for option in problem.options if option.stage == stage]
-        use_seconds = [[seconds(use) for phase in way for use in phase.uses] for way in ways]
+        use_seconds = [
+            [seconds(use, phase.steady_bytes) for phase in way for use in phase.uses]
+            for way in ways
+        ]
         return self._ways.setdefault(key, use_seconds)
 
 
@@ -394,10 +397,13 @@ def _compute_seconds(use: Use, groups: Sequence[Any]) -> float:
 def _copy_seconds(
     use: Use, component: ComponentNumbers, variant: Variant, device_bytes: int
 ) -> float:
-    """Return the least seconds to copy, in each call, the blocks that do not fit the device."""
+    """Return the least seconds to copy the blocks that do not fit, from each call to the next.
+
+    ``device_bytes``: for weights, when a call takes most memory.
+    """
     if variant.device != "device":
         return 0.0
-    return use.calls * max(
+    return max(0, use.calls - 1) * max(
         _left_out_seconds(use, component, variant, seconds, device_bytes)
         for seconds in (variant.load_seconds, variant.disk_seconds)
     )
