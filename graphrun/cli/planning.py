@@ -220,7 +220,9 @@ class GraphPlanner:
             with solving(), alive(f"planning {graph.name} for {single['hardware'].name} alone"):
                 alternative = fitting_for(api.estimate(graph, **{**arguments, **single}), store)
             seconds = None if alternative is None else alternative.seconds
-            graph_plan = replace(graph_plan, gain=gain_text(solution, seconds))
+            may_split = "split" in graph.permissions and "split" not in problem.allow
+            gain = gain_text(solution, seconds, may_split=may_split)
+            graph_plan = replace(graph_plan, gain=gain)
         if not solution.slow:
             return graph_plan
         from graphrun.solve.suggestions import options_of
