@@ -221,7 +221,8 @@ class GraphPlanner:
             with solving(), alive(f"planning {graph.name} for {single['hardware'].name} alone"):
                 alternative = fitting_for(api.estimate(graph, **{**arguments, **single}), store)
             seconds = None if alternative is None else alternative.seconds
-            gain = gain_text(solution, seconds)
+            may_split = "split" in graph.permissions and "split" not in problem.allow
+            gain = gain_text(solution, seconds, may_split=may_split)
             with solving(), alive(f"planning {graph.name} with its sequence divided"):
                 divided = divided_run(graph, problem, arguments, store)
             if divided is not None:

@@ -24,7 +24,15 @@ from graphrun.disk_store import store_in
 from graphrun.graph.graph import Graph
 from graphrun.model.choices import use_with
 from graphrun.model.copies import without_pairs
-from graphrun.model.problem import Hardware, Problem, Secondary, Use, ValueNumbers
+from graphrun.model.problem import (
+    ComponentNumbers,
+    Hardware,
+    Problem,
+    Secondary,
+    Use,
+    ValueNumbers,
+    Variant,
+)
 from graphrun.store import fitting_for
 
 # of a host's RAM and page-locked RAM, for one device assignment
@@ -133,18 +141,18 @@ class Pricing:
     """The options of each device class for ``stages``.
 
     ``price(kind, stages, share)`` returns the device assignment of the best plan within a share of
-    the host's memory; None if nothing fits. ``lower_bound(kind, stage)`` returns seconds that no
-    plan can undercut. ``cold``: an item costs as much as a first item. ``whole``: all stages
-    together are the only choice. ``max_team``: the most devices of a host in one assignment.
-    ``has_gaps``: a device may run parts that are not consecutive, if ``values`` allow it
-    (`graphrun.cluster.placement.separable`).
+    the host's memory; None if nothing fits. ``lower_bound(kind, stage, share)`` returns seconds
+    that no plan within that share can undercut. ``cold``: an item costs as much as a first item.
+    ``whole``: all stages together are the only choice. ``max_team``: the most devices of a host in
+    one assignment. ``has_gaps``: a device may run parts that are not consecutive, if ``values``
+    allow it (`graphrun.cluster.placement.separable`).
     """
 
     def __init__(
         self,
         stages: Sequence[str],
         price: Callable[[DeviceClass, tuple[str, ...], float], Column | None],
-        lower_bound: Callable[[DeviceClass, str], float],
+        lower_bound: Callable[[DeviceClass, str, float], float],
         *,
         cold: bool = False,
         whole: bool = False,
@@ -187,7 +195,15 @@ class Pricing:
 
     def least_seconds(self, kind: DeviceClass, stage: str) -> float:
         """Return the lower bound of ``stage`` on ``kind``, in seconds."""
-        return self._lower_bound(kind, stage)
+        return self._lower_bound(kind, stage, SHARES[0])
+
+    def _least_seconds_of(
+        self, kind: DeviceClass, parts: tuple[StageSpan, ...], share: float
+    ) -> float:
+        return sum(self._lower_bound(kind, stage, share) for stage in self._stages_in(parts))
+
+    def _stages_in(self, parts: tuple[StageSpan, ...]) -> tuple[str, ...]:
+        return tuple(stage for a, b in parts for stage in self.stages[a:b])
 
     def options(self, kind: DeviceClass) -> list[Option]:
         """Return the priced options, and bounds for each choice of stages that may improve."""
@@ -213,9 +229,7 @@ class Pricing:
     def _priced(self, kind: DeviceClass, option: Option, chain: list[Option]) -> Option | None:
         """Price ``option`` into ``chain`` if a plan fits. Return bounds for the next smaller
         share."""
-        column = self._price(
-            kind, tuple(stage for a, b in option.parts for stage in self.stages[a:b]), option.share
-        )
+        column = self._price(kind, self._stages_in(option.parts), option.share)
         if column is None:
             return None
         ahead_seconds = column.ahead_seconds if self.cold else 0.0
@@ -235,20 +249,22 @@ class Pricing:
         smaller = next((share for share in SHARES if share < memory_share), None)
         if smaller is None:
             return None
+        least_seconds = self._least_seconds_of(kind, option.parts, smaller)
         if self.cold:  # cold seconds do not fall, but more of them may be spent ahead
+            least_seconds = max(option.seconds, least_seconds)
             return replace(
                 option,
                 share=smaller,
-                ahead_seconds=max(0.0, seconds + ahead_seconds - option.seconds),
+                seconds=least_seconds,
+                ahead_seconds=max(0.0, seconds + ahead_seconds - least_seconds),
             )
-        return replace(option, share=smaller, seconds=seconds)
+        return replace(option, share=smaller, seconds=max(seconds, least_seconds))
 
     def _chains(self, kind: DeviceClass) -> dict[tuple[StageSpan, ...], list[Option]]:
         if kind not in self._options:
-            lower_bounds = [self._lower_bound(kind, stage) for stage in self.stages]
             part_choices = [*self._parts, *([] if kind.secondaries else self._gapped_parts)]
             self._options[kind] = {
-                parts: [Option(parts, SHARES[0], sum(sum(lower_bounds[a:b]) for a, b in parts))]
+                parts: [Option(parts, SHARES[0], self._least_seconds_of(kind, parts, SHARES[0]))]
                 for parts in part_choices
             }
         return self._options[kind]
@@ -262,7 +278,7 @@ class Planner:
         self._graph, self._items, self._arguments, self._cache = graph, items, arguments, cache
         self._store = store_in(cache)
         self._problems: dict[DeviceClass, Problem] = {}
-        self._ways: dict[tuple[DeviceClass, str], list[list[float]]] = {}
+        self._ways: dict[tuple[DeviceClass, str, float, bool], list[list[float]]] = {}
         self._columns: dict[tuple[DeviceClass, tuple[str, ...], float], Column | None] = {}
 
     def problem(self, kind: DeviceClass) -> Problem:
@@ -306,42 +322,69 @@ class Planner:
             else None
         )
 
-    def lower_bound_seconds(self, kind: DeviceClass, stage: str) -> float:
-        """Return the least compute seconds of ``stage``, each component on its fastest device.
-        Teams of more than two devices are bounded by their pairs, equal devices by one of them."""
+    def lower_bound_seconds(self, kind: DeviceClass, stage: str, share: float = 1.0) -> float:
+        """Return the least seconds of ``stage`` within a share of the host's memory.
+
+        Each component runs on its fastest device. Teams of more than two devices are bounded by
+        their pairs, equal devices by one of them.
+        """
         pairs = [
             kind._replace(secondaries=(secondary,))
             for secondary in dict.fromkeys(kind.secondaries)
             if secondary.hardware != kind.hardware
         ] or [kind._replace(secondaries=())]
-        pair_uses = [self._uses(pair, stage) for pair in pairs]
+        pair_uses = [
+            self._uses(pair, stage, share, shares_weights=bool(kind.secondaries)) for pair in pairs
+        ]
         ways = [
             [min(seconds) for seconds in zip(*way, strict=True)]
             for way in zip(*pair_uses, strict=True)
         ]
         return min(map(sum, ways))
 
-    def _uses(self, kind: DeviceClass, stage: str) -> list[list[float]]:
-        """Return the least seconds of each use of a component, for each way to run ``stage``."""
-        if (kind, stage) in self._ways:
-            return self._ways[kind, stage]
-        problem = self.problem(kind)
+    def _uses(
+        self, kind: DeviceClass, stage: str, share: float, *, shares_weights: bool
+    ) -> list[list[float]]:
+        """Return the least seconds of each use of a component, for each way to run ``stage``.
 
-        def seconds(use: Use) -> float:
+        ``shares_weights``: further devices may have a part of the weights.
+        """
+        key = (kind, stage, share, shares_weights)
+        if key in self._ways:
+            return self._ways[key]
+        problem = self.problem(kind)
+        ram_bytes = int(share * kind.ram_bytes)
+        pinned_bytes = ram_bytes if kind.pinned_bytes is None else int(share * kind.pinned_bytes)
+
+        def fits(variant: Variant) -> bool:
+            if variant.backing_store not in ("pinned", "pageable"):
+                return True  # the bytes of a bounce buffer depend on the granularity
+            return variant.host_bytes <= ram_bytes and variant.locked_bytes <= pinned_bytes
+
+        def seconds(use: Use, activation_bytes: int) -> float:
             component = problem.component(use.component)
+            device_bytes = max(0, problem.effective_bytes - activation_bytes)
             variants = [component.variants[index] for index in problem.usable(component)]
             return min(
                 (
-                    _compute_seconds(use_with(use, component, variant), component.groups)
-                    for variant in variants
+                    max(
+                        _compute_seconds(use_with(use, component, variant), component.groups),
+                        0.0
+                        if shares_weights
+                        else _copy_seconds(use, component, variant, device_bytes),
+                    )
+                    for variant in [*filter(fits, variants)] or variants
                 ),
                 default=0.0,
             )
 
         ways = [[phase for phase in problem.phases if phase.stage == stage]]
         ways += [list(option.phases) for option in problem.options if option.stage == stage]
-        use_seconds = [[seconds(use) for phase in way for use in phase.uses] for way in ways]
-        return self._ways.setdefault((kind, stage), use_seconds)
+        use_seconds = [
+            [seconds(use, phase.steady_bytes) for phase in way for use in phase.uses]
+            for way in ways
+        ]
+        return self._ways.setdefault(key, use_seconds)
 
 
 def _compute_seconds(use: Use, groups: Sequence[Any]) -> float:
@@ -349,3 +392,44 @@ def _compute_seconds(use: Use, groups: Sequence[Any]) -> float:
         len(group.blocks) * seconds for group, seconds in zip(groups, use.seconds, strict=True)
     ]
     return sum(calls * seconds for calls, seconds in zip(use.group_calls, by_group, strict=True))
+
+
+def _copy_seconds(
+    use: Use, component: ComponentNumbers, variant: Variant, device_bytes: int
+) -> float:
+    """Return the least seconds to copy the blocks that do not fit, from each call to the next.
+
+    ``device_bytes``: for weights, when a call takes most memory.
+    """
+    if variant.device != "device":
+        return 0.0
+    return max(0, use.calls - 1) * max(
+        _left_out_seconds(use, component, variant, seconds, device_bytes)
+        for seconds in (variant.load_seconds, variant.disk_seconds)
+    )
+
+
+def _left_out_seconds(
+    use: Use,
+    component: ComponentNumbers,
+    variant: Variant,
+    seconds: Sequence[float],
+    device_bytes: int,
+) -> float:
+    """Return the fewest ``seconds`` (per block of each group) of blocks beyond ``device_bytes``.
+
+    Only blocks that run in every call count.
+    """
+    groups = [
+        (block_seconds / max(1, nbytes), len(group.blocks) * nbytes)
+        for group, calls, nbytes, block_seconds in zip(
+            component.groups, use.group_calls, variant.block_bytes, seconds, strict=False
+        )
+        if calls == use.calls
+    ]
+    left_seconds, free_bytes = 0.0, device_bytes
+    for seconds_per_byte, nbytes in sorted(groups, reverse=True):
+        kept_bytes = min(nbytes, free_bytes)
+        free_bytes -= kept_bytes
+        left_seconds += (nbytes - kept_bytes) * seconds_per_byte
+    return left_seconds

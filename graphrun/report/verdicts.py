@@ -182,10 +182,11 @@ def estimate_verdict(estimate: Mapping[str, Any]) -> str:
     return f"needs {size} with {mode_text(estimate)}{device}; takes {seconds}"
 
 
-def gain_text(solution: Solution, seconds_alone: float | None) -> str:
+def gain_text(solution: Solution, seconds_alone: float | None, *, may_split: bool = False) -> str:
     """Return what the secondary devices of ``solution`` save, and where they would help more.
 
-    ``seconds_alone``: of all runs on the main device alone; None: nothing fits it.
+    ``seconds_alone``: of all runs on the main device alone; None: nothing fits it. ``may_split``: a
+    caller may allow that a denoiser is called once per sample.
     """
     problem = solution.problem
     names = " and ".join(
@@ -193,7 +194,7 @@ def gain_text(solution: Solution, seconds_alone: float | None) -> str:
         for number, secondary in enumerate(problem.secondaries, 1)
     )
     seconds = solution.seconds
-    copies_text = _copies_text(solution)
+    copies_text = _copies_text(solution, may_split)
     if seconds_alone is None:
         return f"without {names} nothing fits{copies_text}"
     alone_text = f"the first device alone takes {roughly(seconds_alone / problem.runs)} a run"
@@ -222,13 +223,20 @@ def divided_text(divided: DividedRun) -> str:
     )
 
 
-def _copies_text(solution: Solution) -> str:
-    """Return how guidance runs in parallel, or why not; "" if it makes one call a step."""
+def _copies_text(solution: Solution, may_split: bool) -> str:
+    """Return how guidance runs in parallel, or why not; "" if it makes one call a step.
+
+    ``may_split``: as for `gain_text`.
+    """
     problem, texts = solution.problem, list[str]()
     if solution.plan.copies:
         copies = " and ".join(f"{name} on device{number}" for name, number in solution.plan.copies)
         return f"; both calls of guidance run at once, with a copy of {copies}"
-    pairs = {use.component for phase in problem.phases for use in phase.uses if use.pairs}
+    options = (phase for option in problem.options for phase in option.phases)
+    phases = (*problem.phases, *options)
+    pairs = {use.component for phase in phases for use in phase.uses if use.pairs}
+    if may_split and not pairs:
+        return "; --allow split lets both halves of guidance run at once (last bits may change)"
     for name in sorted(pairs):
         needs = {
             number: least_copy_bytes(problem, name, number) for number in copyable_to(problem, name)

@@ -66,8 +66,11 @@ class Case:
         ahead_seconds = weights / 100
         return Column(stages, ahead_seconds + steady * 1.25, ahead_seconds, steady, ram, pinned)
 
-    def least(self, kind: DeviceClass, stage: str) -> float:
-        return min(self.compute[member.hardware.name, stage] for member in kind.members)
+    def least(self, kind: DeviceClass, stage: str, share: float) -> float:
+        """Seconds of compute, and of streaming the weights that exceed the share of RAM."""
+        seconds = min(self.compute[member.hardware.name, stage] for member in kind.members)
+        excess = max(0.0, self.weights[stage] - share * kind.ram_bytes)
+        return seconds + excess / sum(self.weights.values()) * self.stream[kind.hardware.name]
 
     def pricing(self, *, cold: bool = False, has_gaps: bool = False) -> Pricing:
         return Pricing(

@@ -161,7 +161,7 @@ def test_only_columns_that_may_win_are_priced() -> None:
         priced.append(kind.hardware.name)
         return case.price(kind, stages, share)
 
-    pricing = Pricing(case.stages, price, lambda kind, stage: slower[kind.hardware.name, stage])
+    pricing = Pricing(case.stages, price, lambda kind, stage, _: slower[kind.hardware.name, stage])
     assignments_for("latency", case.cluster, pricing, case.values)
     assert priced
     assert slow not in priced

@@ -31,6 +31,7 @@ from graphrun.model.copies import with_copies
 from graphrun.model.problem import Problem, Secondary
 from graphrun.modules.build import build
 from graphrun.modules.weight_reads import DeferredTensor
+from graphrun.ops.stage_options import apply_option
 from graphrun.runtime.cursor import SlotCursor
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow
@@ -43,6 +44,8 @@ from graphrun.verify.solution import solution_of
 SMALL = {"seed": 3, "steps": 3, "height": 64, "width": 64}
 # graphs whose guidance calls the denoiser twice a step
 GUIDED = ("wan-tiny", "chroma-tiny", "wan22-t2v-tiny", "hunyuan-video15-tiny")
+# graphs whose guidance is one call with a batch of two
+BATCHED = ("sdxl-tiny", "sd35-large-tiny")
 # Code of this denoiser makes the host wait for a mask, so the second call is launched later.
 WITH_WAITS = ("hunyuan-video15-tiny",)
 
@@ -204,6 +207,45 @@ def test_a_copy_computes_every_other_call_at_the_same_time(
                         # on sim, tensors of the pipeline's own code take time too
                         assert seconds == pytest.approx(report.seconds, rel=0.05, abs=1e-6)
         assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0]
+
+
+@pytest.mark.sweep("more")
+@pytest.mark.parametrize("name", BATCHED)
+def test_a_copy_computes_the_first_sample_of_a_batch_of_two(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "CLEARLY", 0.0)
+    graph = graphrun.load(GRAPHS / f"{name}.yaml")
+    stages = (
+        replace(stage, options=("split",)) if stage.op == "denoise" else stage
+        for stage in graph.stages
+    )
+    graph = replace(graph, stages=tuple(stages))
+    inputs = {"steps": 3}
+    modules = {key: build(component, graph) for key, component in graph.components.items()}
+    denoisers = {key: modules[key] for key in graph.stage("denoise").uses}
+    # diffusers' pipeline, whose denoiser gets one sample at a time
+    with apply_option("split", None, denoisers, torch.device("cpu")):
+        expected = pixels(plain_image(graph, modules, graph.resolve(inputs)))
+    options: dict[str, Any] = {"inputs": inputs, "vram": "1G,1G", "ram": "8G", "hardware": "sim"}
+    options["runs"] = 3
+    problem = graphrun.estimate(graph, **options)
+    assert graphrun.plan(problem).plan.copies == ()  # split is not allowed
+    device = open_device(problem, check_ordering=True)
+    with Session(graph, device=device, modules=modules, allow=["split"], **options) as session:
+        solution = session.solution
+        assert solution.plan.copies
+        assert dict(solution.plan.options) == {"denoise": "split"}
+        for reports in (solution.simulation.slots, solution.simulation.further_slots):
+            trace = session.run()
+            assert np.array_equal(output(trace.outputs), expected)
+            for report, actual in trace.pairs_with(reports):
+                assert actual.peak_bytes <= report.peak_bytes
+                assert actual.secondary_peaks[0] <= report.secondary_peaks[0]
+                if "@1" in report.phase:
+                    seconds = actual.end_seconds - actual.start_seconds
+                    assert seconds == pytest.approx(report.seconds, rel=0.05, abs=1e-6)
+    assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0]
 
 
 @pytest.mark.sweep("more")

@@ -13,7 +13,7 @@ from graphrun.model.choices import apply_choices
 from graphrun.model.copies import copyable_to, least_copy_bytes, with_copies, without_pairs
 from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace
 from graphrun.model.plan import Plan, parse
-from graphrun.model.problem import PhaseNumbers, Problem, Secondary, Use
+from graphrun.model.problem import PhaseNumbers, Problem, Secondary, StageOption, Use
 from graphrun.report.verdicts import gain_text
 from graphrun.solve import copying, pages, search
 from graphrun.solve.solve import solve
@@ -355,3 +355,22 @@ def test_the_second_line_says_how_guidance_runs(
     assert text in gain_text(solution, seconds)
     assert text in gain_text(solution, None)
     assert "guidance" not in gain_text(solve(without_pairs(instance)), seconds)
+
+
+def test_the_second_line_names_the_permission_to_split_a_batch_of_two() -> None:
+    batched = without_pairs(guided())
+    solution = solve(batched)
+    assert "--allow split lets both halves" in gain_text(solution, None, may_split=True)
+    assert "split" not in gain_text(solution, None)
+    assert "split" not in gain_text(solve(guided()), None, may_split=True)
+
+
+def test_the_second_line_says_why_an_option_with_pairs_is_not_chosen() -> None:
+    instance = guided(3.0)
+    (phase,) = instance.phases
+    batch = replace(phase, uses=tuple(replace(use, pairs=()) for use in phase.uses))
+    option = StageOption(phase.stage, "split", (phase,), "split")
+    with_option = replace(instance, phases=(batch,), options=(option,), allow=("split",))
+    solution = solve(with_option)
+    assert solution.plan.copies == ()
+    assert "a copy of dit on device1 is not faster" in gain_text(solution, None)
