@@ -450,3 +450,8 @@ def test_blocks_of_a_split_first_group_are_counted_in_their_own_groups() -> None
     assert [(group.index, group.count, group.secondary) for group in groups][-1] == (3, 3, 1)
     counts = answer.choice.present + answer.choice.loads
     assert (counts <= [group.count for group in groups]).all()
+
+
+def test_blocks_that_share_an_argument_are_one_segment() -> None:
+    whole = transformer()
+    assert segments_of(whole, whole.components[0]) == [(1, 0, 4), (2, 0, 4), (3, 0, 3)]
