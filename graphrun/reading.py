@@ -7,6 +7,7 @@ opened here first, so that a named pipe or a device is refused and never waited 
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -15,10 +16,13 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from graphrun.errors import InputError
 from graphrun.limits import LIMITS, require
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 ErrorClass = type[InputError]
 
@@ -100,6 +104,19 @@ def read_json(path: Path, kind: ErrorClass = InputError, *, infinite: bool = Fal
         raise kind(f"is not JSON: {error}", str(path)) from None
 
 
+@functools.cache
+def adapter_of(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's adapter of ``kind``, which takes up to 0.1 s to make."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def validated(kind: Any, data: Any) -> Any:
+    """Return ``data``, such as JSON, as a ``kind``. Raises pydantic's ValidationError."""
+    return adapter_of(kind).validate_python(data)
+
+
 def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
     """Return the JSON value in ``text``.
 
@@ -112,34 +129,40 @@ def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
         if infinite
         else _refuse_constant
     )
+    long_integer = f"an integer has more than {LIMITS.digits} digits"
     try:
-        data = json.loads(text, parse_int=_integer, parse_constant=constant)
+        data = json.loads(text, parse_constant=constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except ValueError as error:
+        # Python itself refuses to read more than 4,300 digits
+        raise ValueError(long_integer) if "max_str_digits" in str(error) else error from None
+    checked = {list, dict, float, int, str}
+    if isinstance(text, str) and text.isascii() and "\\u" not in text:
+        checked.remove(str)  # without escapes, ASCII has no half of a surrogate pair
+    limit = 10**LIMITS.digits
     level, depth = [data], 0
     while level:
         depth += 1
         if depth > LIMITS.nesting:
             raise ValueError(f"nested more than {LIMITS.nesting} deep")
         next_level: list[Any] = []
-        for item in level:
-            if isinstance(item, str):
-                refuse_surrogates(item)
-            elif isinstance(item, dict):
+        for item in level if checked.intersection(map(type, level)) else ():
+            kind = type(item)
+            if kind is int:
+                if not -limit < item < limit:
+                    raise ValueError(long_integer)
+            elif kind is list:
+                next_level += item
+            elif kind is dict:
                 next_level += item
                 next_level += item.values()
-            elif isinstance(item, list):
-                next_level += item
-            elif isinstance(item, float) and item - item != 0 and not infinite:
+            elif kind is str:
+                refuse_surrogates(item)
+            elif kind is float and item - item != 0 and not infinite:
                 raise ValueError("a number is too large")
         level = next_level
     return data
-
-
-def _integer(text: str) -> int:
-    if len(text.lstrip("-")) > LIMITS.digits:
-        raise ValueError(f"an integer has {len(text):,} digits")
-    return int(text)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -27,12 +27,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from pydantic import TypeAdapter
 
 from graphrun.disk_store import Store
 from graphrun.errors import GraphError, InputError
@@ -56,7 +55,7 @@ from graphrun.modules.source_files import (
     local_place,
 )
 from graphrun.profile.feedback import store_measurement_keys, with_measurements
-from graphrun.reading import read_json, read_text
+from graphrun.reading import read_json, read_text, validated
 from graphrun.solve.granularity import split_into_layers
 from graphrun.units import show_size
 from graphrun.verify.solution import checked_solution
@@ -110,7 +109,7 @@ def problem_for(
                 sources,
             ]
         )
-    problem = _stored(store, "problem", key, TypeAdapter(Problem).validate_python)
+    problem = _stored(store, "problem", key, partial(validated, Problem))
     if problem is None:
         from graphrun.profile.problems import option_phases_of, problem_of
 
@@ -274,7 +273,7 @@ def suggestions_for(
     )
 
     key = digest_of([_plan_key(problem), is_thorough()])
-    speedup_list = _stored(store, "suggestions", key, TypeAdapter(list[Suggestion]).validate_python)
+    speedup_list = _stored(store, "suggestions", key, partial(validated, list[Suggestion]))
     if speedup_list is None:
         speedup_list = list(speedups(problem, options() if is_thorough() else ()))
         if store is not None:
@@ -285,7 +284,7 @@ def suggestions_for(
 def fits_for(problem: Problem, store: Store | None) -> tuple[Fit, ...]:
     """Return `graphrun.solve.fits.fits_of`, from ``store`` or solved for."""
     key = _plan_key(problem) if store is not None else ""
-    fits = _stored(store, "fits", key, TypeAdapter(tuple[Fit, ...]).validate_python)
+    fits = _stored(store, "fits", key, partial(validated, tuple[Fit, ...]))
     if fits is None:
         from graphrun.solve.fits import fits_of  # imports highspy
 

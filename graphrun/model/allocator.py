@@ -281,10 +281,11 @@ class Pool:
             return self._map(nbytes)
         while index + 1 < len(self.sizes) and self._room(index) > self._room(index + 1):
             index += 1
-        size, begin = self.sizes[index]
-        self._remove_free(begin)
+        size, begin = self.sizes.pop(index)
+        end = self.free.pop(begin)
+        del self.begins[end]
         if size > nbytes:
-            self._add_free(begin + nbytes, begin + size)
+            self._add_free(begin + nbytes, end)
         return (begin, nbytes), 0
 
     def copy(self) -> Pool:
@@ -472,8 +473,9 @@ class _Cached:
         self._live: dict[int, tuple[Pool | Segments, tuple[int, ...]]] = {}
 
     def allocate(self, key: int, nbytes: int) -> None:
-        pool = self._small if self.is_small(nbytes) else self._large
-        block, reserved_bytes = pool.take(max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES))
+        rounded = max(round_up(nbytes, ROUND_BYTES), ROUND_BYTES)
+        pool = self._small if rounded <= self._small_bytes else self._large
+        block, reserved_bytes = pool.take(rounded)
         self._live[key] = pool, block
         self.used_bytes += reserved_bytes
 

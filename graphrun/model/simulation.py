@@ -152,6 +152,15 @@ class Simulation:
             for span in sorted(_single_spans(spans), key=attrgetter("start_seconds"))
         )
 
+    def disk_seconds(self, slot: int) -> float:
+        """Return the seconds in which the disk is busy in the slot with the number ``slot``."""
+        reads = (
+            span
+            for span in self.spans[slot]
+            if (span.spans[0] if isinstance(span, RepeatedSpans) else span).kind in DISK_KINDS
+        )
+        return sum(span.end_seconds - span.start_seconds for span in _single_spans(reads))
+
     @property
     def moved_bytes(self) -> int:
         """Bytes copied to the device in the first run."""
@@ -226,6 +235,9 @@ class Simulation:
             _stage(stage, [slot for slot in self.slots if stage_of.get(slot.phase) == stage])
             for stage in stages
         )
+
+
+DISK_KINDS = ("read", "fetch")  # of spans
 
 
 def _single_spans(spans: Iterable[TimeSpan | RepeatedSpans | Event]) -> Iterator[TimeSpan | Event]:

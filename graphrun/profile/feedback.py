@@ -35,7 +35,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from graphrun.disk_store import Store
 from graphrun.files import digest_of
@@ -44,6 +44,7 @@ from graphrun.graph.parts import Component
 from graphrun.model.plan import Load, Stream
 from graphrun.model.problem import PhaseNumbers, Problem, Use
 from graphrun.model.solution import Solution
+from graphrun.reading import validated
 from graphrun.trace import Trace
 
 if TYPE_CHECKING:
@@ -110,9 +111,7 @@ def _measurement_keys(problem: Problem, store: Store) -> dict[str, MeasurementKe
     """Return the measurement keys of each phase: those stored for ``problem``, or derived ones."""
     graph_key = _graph_key(problem)
     try:
-        stored_keys = TypeAdapter(dict[str, MeasurementKeys]).validate_python(
-            store.get_json("shapes", graph_key)
-        )
+        stored_keys = validated(dict[str, MeasurementKeys], store.get_json("shapes", graph_key))
     except ValidationError:
         stored_keys = {}
     return {

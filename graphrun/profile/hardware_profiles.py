@@ -16,8 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from graphrun.device_kinds import DeviceKind
 from graphrun.errors import InputError
 from graphrun.files import write_whole
@@ -25,7 +23,7 @@ from graphrun.host_ram import total_ram_bytes
 from graphrun.model.problem import Hardware, KernelRates, ProcessorRates
 from graphrun.profile import hardware as devices
 from graphrun.profile import processor
-from graphrun.reading import read_json
+from graphrun.reading import read_json, validated
 
 
 def stored_profiles(cache: Path | None) -> dict[str, Hardware]:
@@ -125,7 +123,7 @@ def _profiles(cache: Path | None) -> list[dict[str, Any]]:
     for path in sorted((cache / "profiles").glob("*.json")) if cache is not None else []:
         try:
             data = read_json(path)
-            profile_hardware = TypeAdapter(Hardware).validate_python(data["hardware"])
+            profile_hardware = validated(Hardware, data["hardware"])
             profile = {**data, "hardware": profile_hardware, "device": str(data["device"])}
             if _has_all_classes(profile_hardware.kernels):
                 dated_profiles.append((path.stat().st_mtime_ns, profile))

@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import PlainSerializer, TypeAdapter
+from pydantic import PlainSerializer
 
 from graphrun.model.problem import BlockGroup
+from graphrun.reading import adapter_of, validated
 
 SortedNames = Annotated[set[str], PlainSerializer(sorted)]
 """An unordered set of names; sorted in JSON, so that equal recordings have equal digests."""
@@ -261,7 +262,7 @@ class Call:
         return replace(self, events=events)
 
     def plain(self) -> Any:
-        return TypeAdapter(Call).dump_python(self, mode="json")
+        return adapter_of(Call).dump_python(self, mode="json")
 
 
 class StageEnd(NamedTuple):
@@ -351,12 +352,12 @@ class DryRun:
             numbers[id(item)] if isinstance(item, Call) else item for item in self.recording.items
         ]
         document = _DryRunDocument([*calls.values()], items, self.recording.values, self.profiles)
-        return TypeAdapter(_DryRunDocument).dump_python(document, mode="json")
+        return adapter_of(_DryRunDocument).dump_python(document, mode="json")
 
     @staticmethod
     def from_json(data: Any) -> DryRun:
         """Return the dry run from `to_json`. Raises ValueError or IndexError for other data."""
-        document = TypeAdapter(_DryRunDocument).validate_python(data)
+        document: _DryRunDocument = validated(_DryRunDocument, data)
         items = [document.calls[item] if isinstance(item, int) else item for item in document.items]
         return DryRun(Recording(items, document.values), document.profiles)
 

@@ -127,19 +127,15 @@ def _waits(simulation: Simulation) -> str:
     A slot waits for the disk while the disk is busy, at most as long as the slot waits. On unified
     memory copies are reads.
     """
-    busy = dict[int, float]()
-    for event in simulation.events:
-        if event.kind in ("read", "fetch"):
-            busy[event.slot] = busy.get(event.slot, 0.0) + event.end_seconds - event.start_seconds
     waits = sum(slot.stall_seconds for slot in simulation.slots)
+    if waits < 0.05 * simulation.seconds:
+        return ""
     disk = waits
     if not simulation.problem.hardware.unified:
         disk = sum(
-            min(slot.stall_seconds, busy.get(number, 0.0))
+            min(slot.stall_seconds, simulation.disk_seconds(number))
             for number, slot in enumerate(simulation.slots)
         )
-    if waits < 0.05 * simulation.seconds:
-        return ""
     return (
         f"; {roughly(disk)} waiting for the disk"
         if disk >= waits / 2

@@ -55,6 +55,8 @@ class Columns(Variables[Linear]):
         self._program, self._model, self._depth = program, model, depth
         self._present: list[list[Linear]] = []
         self._loads: list[list[Linear]] = []
+        self._end_blocks: list[list[Linear]] = []
+        self._blocks: dict[int, Linear] = {}
         # per interval: group -> s, group -> r
         self._streamed: list[dict[int, Linear]] = []
         self._single: list[dict[int, Linear]] = []
@@ -102,6 +104,11 @@ class Columns(Variables[Linear]):
 
         Blocks of mirror groups are on secondary devices. 0 if the group's variant is not chosen.
         """
+        if j not in self._blocks:
+            self._blocks[j] = self._count_blocks(j)
+        return self._blocks[j]
+
+    def _count_blocks(self, j: int) -> Linear:
         group, splits = self._program.groups[j], self.splits
         if group.mirror >= 0:
             return splits.blocks[j]
@@ -153,7 +160,7 @@ class Columns(Variables[Linear]):
         column, minimum = self._model.column(), 0.0
         for part in parts:
             if part.terms:
-                self._model.add(column >= part / unit)
+                self._model.add(column.at_least(part, unit))
             minimum = max(minimum, 0.0 if part.terms else part.constant)
         self._model.raise_lower(column, minimum / unit)
         return column * unit
@@ -199,7 +206,7 @@ class Columns(Variables[Linear]):
         self._stores.append(store)
 
     def add_interval(self, t: int) -> None:
-        for columns in (self._present, self._loads):
+        for columns in (self._present, self._loads, self._end_blocks):
             columns.append([])
         for flags in (self._streamed, self._single):
             flags.append({})
@@ -235,6 +242,7 @@ class Columns(Variables[Linear]):
         self._present[t].append(present)
         self._loads[t].append(loads)
         end_blocks = present + loads
+        self._end_blocks[t].append(end_blocks)
         model.add(end_blocks <= block_count)
         if (needs_all_blocks or is_kept) and block_count.terms:
             model.add(present >= block_count)
@@ -275,7 +283,7 @@ class Columns(Variables[Linear]):
         return present <= end_blocks if movable else present.equals(end_blocks)
 
     def end_blocks(self, t: int, j: int) -> Linear:
-        return self._present[t][j] + self._loads[t][j]
+        return self._end_blocks[t][j]
 
     def _require_store(self, t: int, group: Group, copied_blocks: Linear) -> None:
         """Forbid copies of ``group`` in interval ``t`` without its backing store."""

@@ -6,6 +6,7 @@ budget, with sums checked in integers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal
@@ -187,9 +188,17 @@ def _with_effective(problem: Problem, effective_bytes: int) -> Problem:
 
 
 def least_device_bytes(problem: Problem) -> tuple[int, Program, Choice] | None:
-    """Return the minimum device memory of tensors, in bytes, and a choice that needs no more."""
+    """Return the minimum device memory of tensors, in bytes, and a choice that needs no more.
+
+    It does not depend on the device's budget.
+    """
+    return _least_device_bytes(with_ample_device(problem))
+
+
+@functools.lru_cache(maxsize=16)
+def _least_device_bytes(problem: Problem) -> tuple[int, Program, Choice] | None:
     best: tuple[int, Program, Choice] | None = None
-    candidate = with_ample_device(problem)
+    candidate = problem
     for _ in range(ROUNDS):
         result = _least_usage(
             candidate,

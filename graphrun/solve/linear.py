@@ -45,7 +45,8 @@ class Linear:
             return Linear(self.terms, self.constant + factor * other)
         terms = dict(self.terms)
         for column, value in other.terms.items():
-            terms[column] = terms.get(column, 0.0) + factor * value
+            change = factor * value
+            terms[column] = terms[column] + change if column in terms else change
         return Linear(terms, self.constant + factor * other.constant)
 
     def __add__(self, other: Linear | float) -> Linear:
@@ -76,6 +77,12 @@ class Linear:
         difference = self - other
         return Row(difference.terms, -difference.constant, np.inf)
 
+    def at_least(self, other: Linear, unit: float) -> Row:
+        """Return the row ``self >= other / unit`` for expressions without common columns."""
+        terms = {column: -(value / unit) for column, value in other.terms.items()}
+        bound = other.constant / unit - self.constant
+        return Row({**self.terms, **terms}, bound, np.inf)
+
     def equals(self, other: Linear | float) -> Row:
         difference = self - other
         return Row(difference.terms, -difference.constant, -difference.constant)
@@ -91,7 +98,7 @@ def total(parts: Iterable[Linear]) -> Linear:
     terms, constant = dict[int, float](), 0.0
     for part in parts:
         for column, value in part.terms.items():
-            terms[column] = terms.get(column, 0.0) + value
+            terms[column] = terms[column] + value if column in terms else value
         constant += part.constant
     return Linear(terms, constant)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -30,6 +31,13 @@ def program_of(
     ``split``: blocks may be on a secondary device (`Group.mirror`), which only
     `graphrun.solve.columns` supports.
     """
+    return _program(problem, None if variants is None else tuple(map(tuple, variants)), split)
+
+
+@functools.lru_cache(maxsize=64)
+def _program(
+    problem: Problem, variants: tuple[tuple[int, ...], ...] | None, split: bool
+) -> Program:
     components = used_components(problem)
     variant_choices: list[VariantChoice] = []
     for number, component in enumerate(problem.components):

@@ -152,12 +152,18 @@ class Rows(Generic[Quantity]):
         self.variables: Variables[Quantity] = variables
         self._factors = factors or (1.0,) * len(program.intervals)
         self._full_overlap = full_overlap
+        self._copied_blocks: dict[tuple[int, int], Quantity] = {}
         self._activations: dict[int, tuple[Quantity, Quantity]] = {}
 
     # ---- Copies
 
     def copied_blocks(self, t: int, j: int) -> Quantity:
         """Return x of group ``j`` in ``t``."""
+        if (t, j) not in self._copied_blocks:
+            self._copied_blocks[t, j] = self._count_copied_blocks(t, j)
+        return self._copied_blocks[t, j]
+
+    def _count_copied_blocks(self, t: int, j: int) -> Quantity:
         interval, variables = self.program.intervals[t], self.variables
         calls, passes = interval.calls[j], interval.passes[j]
         if not calls:

@@ -71,6 +71,7 @@ that consumes the value. Example: ``encode`` makes a value that ``denoise`` and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, zip_longest
@@ -87,6 +88,7 @@ from graphrun.verify.host_rules import HostRules
 from graphrun.verify.slot_rules import SlotRules, listing, unknown_blocks
 
 
+@functools.lru_cache(maxsize=8)
 def check(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
     """Return the rules that ``plan`` violates, in slot order; empty if the plan may be run.
 

@@ -6,9 +6,10 @@ for each group. Dry runs make consistent problems; a plan file may contain anyth
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from graphrun.reading import printable
 
 # Larger bytes, seconds and calls overflow 64 bits when added up.
 _MOST = 2.0**53
+MOST_KEPT = 128  # records whose inconsistencies are kept
 _PER_GROUP = ("block_bytes", "load_seconds")
 _PER_GROUP_OR_EMPTY = ("read_seconds", "disk_seconds", "block_seconds", "read_bytes")
 
@@ -95,6 +97,12 @@ def _hardware(hardware: Hardware) -> Iterator[str]:
         yield "a rate of the hardware is not positive"
 
 
+@functools.lru_cache(maxsize=MOST_KEPT)
+def _invalid_in(path: str, record: ComponentNumbers | PhaseNumbers) -> tuple[str, ...]:
+    """Return `_invalid_numbers`. Problems of one search share most of these records."""
+    return tuple(_invalid_in_fields(path, record))
+
+
 def _invalid_numbers(path: str, value: Any) -> Iterator[str]:
     """Yield numbers inside ``value`` that are negative, not finite or too large.
 
@@ -108,14 +116,20 @@ def _invalid_numbers(path: str, value: Any) -> Iterator[str]:
         for item in value:
             if type(item) not in (int, float) or not minimum <= item <= _MOST:
                 yield from _invalid_numbers(path, item)
+    elif isinstance(value, ComponentNumbers | PhaseNumbers):
+        yield from _invalid_in(path, value)
     elif is_dataclass(value) and not isinstance(value, PhaseTrace):
-        name = getattr(value, "name", "")
-        for field in fields(value):
-            yield from _invalid_numbers(f"{name or path}.{field.name}", getattr(value, field.name))
+        yield from _invalid_in_fields(path, value)
     elif isinstance(value, int | float) and not path.endswith("_phase"):
         minimum = -_MOST if path.endswith(".block_seconds") else 0
         if not (math.isfinite(value) and minimum <= value <= _MOST):
             yield f"{path} is {value}"
+
+
+def _invalid_in_fields(path: str, record: Any) -> Iterator[str]:
+    name = getattr(record, "name", "")
+    for field in fields(record):
+        yield from _invalid_numbers(f"{name or path}.{field.name}", getattr(record, field.name))
 
 
 def _twice(kind: str, names: Sequence[str]) -> Iterator[str]:
@@ -187,7 +201,7 @@ def _copies(problem: Problem) -> Iterator[str]:
 
 def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iterator[str]:
     yield from _twice(phase.name, [use.component for use in phase.uses])
-    yield from _trace(phase.name, phase.trace, components)
+    yield from _wrong_items(phase.name, phase.trace, frozenset(components))
     for use in phase.uses:
         if use.pairs and (
             len(use.pairs) != 2
@@ -206,7 +220,12 @@ def _phase(phase: PhaseNumbers, components: dict[str, ComponentNumbers]) -> Iter
             yield from _use(phase.name, use.layers, layers)
 
 
-def _trace(phase: str, trace: PhaseTrace, components: dict[str, ComponentNumbers]) -> Iterator[str]:
+@functools.lru_cache(maxsize=MOST_KEPT)
+def _wrong_items(phase: str, trace: PhaseTrace, components: frozenset[str]) -> tuple[str, ...]:
+    return tuple(_trace(phase, trace, components))
+
+
+def _trace(phase: str, trace: PhaseTrace, components: Collection[str]) -> Iterator[str]:
     """Check recorded calls: known components, valid sizes, and a release of every allocation."""
     for call in trace.calls:
         kept_keys = {*call.persistent_keys}

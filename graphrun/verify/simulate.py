@@ -24,6 +24,7 @@ RAM (`HostMemory`), in bytes per slot:
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
@@ -121,6 +122,7 @@ def _exists_before_run(variant: Variant) -> bool:
     return variant.backing_store == "disk" or not variant.read_seconds
 
 
+@functools.lru_cache(maxsize=8)
 def simulate(problem: Problem, plan: Plan) -> Simulation:
     """Return the bytes and seconds of ``plan``, which should be valid by `check`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from graphrun.model.choices import apply_choices
@@ -31,8 +32,12 @@ def in_pages(solution: Solution) -> Solution:
         return solution
     devices = range(len(solution.problem.secondaries) + 1)
     # `Solution.chosen`: the problem with the choices of its plan applied
-    pages = [reserved_bytes(solution.chosen, solution.plan, number) for number in devices]
+    pages = [_replayed(solution.chosen, solution.plan, number) for number in devices]
     return replace(solution, simulation=solution.simulation.in_pages(*pages))
+
+
+# a plan that is checked and then simulated is replayed once
+_replayed = functools.lru_cache(maxsize=8)(reserved_bytes)
 
 
 def broken_rules(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
@@ -51,7 +56,7 @@ def broken_rules(problem: Problem, plan: Plan) -> tuple[Violation, ...]:
     return tuple(
         Violation("pages", slot, -1, f"{nbytes} bytes reserved in pages > {budget} bytes")
         for number, budget in enumerate(budgets)
-        for slot, nbytes in enumerate(reserved_bytes(applied, plan, number))
+        for slot, nbytes in enumerate(_replayed(applied, plan, number))
         if nbytes > budget
     )
 

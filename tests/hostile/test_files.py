@@ -231,6 +231,7 @@ BAD_JSON = {
     "nested mappings": '{"a":' * 100_000,
     "nested, well formed": "[" * 500 + "]" * 500,
     "digits": f'{{"graphrun": {DIGITS}}}',
+    "a few digits too many": f'{{"graphrun": [{{"a": -{10**20}}}]}}',
     "endless": '{"graphrun": 1e999}',
     "half a pair": '{"graphrun": "\\ud800"}',
     "no UTF-8": "\udcff",

@@ -13,11 +13,14 @@ from linked_blocks import LinkedBlocks
 
 import graphrun
 from graphrun.model.allocator import (
+    FRAGMENTS_SHARE,
     LARGE_PAGE_BYTES,
+    MOST_KEPT,
     ROUND_BYTES,
     SMALL_PAGE_BYTES,
     Caching,
     Counting,
+    Heap,
     Native,
     Pool,
 )
@@ -307,3 +310,14 @@ def test_plans_of_other_models_reserve_what_a_card_reserved_in_every_slot(
     simulation = card_models.replayed(name, budget, parts[key])
     recorded = [slot["peak_bytes"] for slot in parts[key]["runs"][-1]["slots"]]
     assert [slot.peak_bytes for slot in simulation.slots] == recorded
+
+
+@pytest.mark.parametrize(("count", "kept_count"), [(12, 12), (30, MOST_KEPT)])
+def test_a_heap_returns_its_top_once_it_is_large(count: int, kept_count: int) -> None:
+    """Kept bits part the first ranges that are freed; those after them merge with the top."""
+    heap = Heap()
+    for key in range(count):
+        heap.allocate(key, 8 * MIB)
+    for key in range(count):
+        heap.release(key)
+    assert heap.used_bytes == pytest.approx(FRAGMENTS_SHARE * kept_count * 8 * MIB, rel=0.01)

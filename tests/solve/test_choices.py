@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from graphrun.model.plan import Drop, Read, Restore, Spill
 from graphrun.model.problem import PhaseNumbers, Problem, StageOption, Use, ValueNumbers
 from graphrun.solve.actions import plan_of
 from graphrun.solve.baselines import BASELINES, fitting
-from graphrun.solve.dominance import only_blocks_to_choose
+from graphrun.solve.dominance import only_blocks_to_choose, simplest_variants
 from graphrun.solve.least import has_usable_variants
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import (
@@ -29,6 +30,7 @@ from graphrun.solve.orders import (
     topological_orders,
 )
 from graphrun.solve.pages import solved
+from graphrun.solve.program import Choice
 from graphrun.solve.programs import program_of
 from graphrun.solve.rows import rows_of
 from graphrun.solve.search import Answer, choose
@@ -341,3 +343,27 @@ def test_further_runs_of_flux_in_24_gib_are_bound_by_compute(make_problem: Any) 
     simulation = simulate(problem, solve(problem).plan)
     compute_seconds = sum(slot.compute_seconds for slot in simulation.further_slots)
     assert compute_seconds <= simulation.further_seconds <= 1.01 * compute_seconds
+
+
+@pytest.mark.parametrize(
+    ("change", "streams", "is_taken"),
+    [
+        ({"host_bytes": 0}, True, True),
+        ({"streamable": False}, True, False),
+        ({"movable": False}, False, False),
+        ({"read_seconds": (0.0, 1.0)}, True, False),
+        ({"device": "cpu", "slowdown": 0.0}, True, False),
+    ],
+)
+def test_an_earlier_variant_takes_over_only_where_the_same_integers_are_its_plan(
+    change: dict[str, Any], streams: bool, is_taken: bool
+) -> None:
+    instance = component("dit", ("block", 4, MIB, streams), ("rest", 1, MIB))
+    (variant,) = instance.variants
+    instance = replace(instance, variants=(replace(variant, **change), variant))
+    phases = (PhaseNumbers("denoise", 0, (Use("dit", 2, (2, 2), (1.0, 1.0)),), 0, 0, 0),)
+    choices = problem(8 * MIB, (instance,), phases)
+    counts = np.array([[0, 0], [4, 1], [4, 1]])
+    loads = np.array([[4, 1], [0, 0], [0, 0]])
+    choice = Choice(counts, loads, np.full((3, 2), 2), (-1,), (-1,), ())
+    assert simplest_variants(choices, (1,), choice)[0] == (1 - is_taken,)

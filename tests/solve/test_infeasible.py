@@ -10,7 +10,7 @@ from planner_problems import GIB, MIB, component, flux, hardware, problem
 
 from graphrun.model.least_memory import least_memory
 from graphrun.model.plan import Stream
-from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.model.problem import Directive, PhaseNumbers, Problem, Use
 from graphrun.solve.infeasible import Infeasible, smallest_budget, smallest_pinned, smallest_ram
 from graphrun.solve.solve import solve
 from graphrun.units import parse_size, typed_size
@@ -166,3 +166,21 @@ def test_a_budget_below_the_context_names_every_phase() -> None:
     error = refused(flux(100 * MIB))
     assert len(error.needs) == 4
     assert all(need.available_bytes < 0 for need in error.needs)
+
+
+def test_the_least_memory_counts_inputs_of_a_phase_and_components_that_stay() -> None:
+    instance = flux(8 * GIB)
+    encode, encode_2, denoise, decode = instance.phases
+    more = replace(denoise, input_bytes=denoise.input_bytes + MIB)
+    phases = (encode, encode_2, more, decode)
+    directives = (Directive("keep", "text_encoder"),)
+    totals, with_inputs, with_kept = (
+        [need.total_bytes for need in least_memory(variation)]
+        for variation in (
+            instance,
+            replace(instance, phases=phases),
+            replace(instance, directives=directives),
+        )
+    )
+    assert [b - a for a, b in zip(totals, with_inputs, strict=True)] == [0, 0, MIB, 0]
+    assert [b - a for a, b in zip(totals, with_kept, strict=True)] == [0, *(246 * MIB,) * 3]

@@ -3,9 +3,11 @@ remainder."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from planner_problems import GIB, flux
 
 import graphrun
 from graphrun.errors import InputError
@@ -96,3 +98,12 @@ def test_a_part_of_a_graph_outputs_all_values_that_other_parts_read(flux_tiny: A
         "$encode.embeds",
     ]
     assert list(last.outputs) == ["image"]
+
+
+def test_the_order_of_the_remaining_stages_is_as_free_as_before() -> None:
+    fixed = flux(8 * GIB)
+    free = replace(fixed, precedence=(("encode", "denoise"), ("denoise", "decode")))
+    remainders = (
+        without(whole, ["denoise", "decode"], ["encode"], "0" * 16) for whole in (fixed, free)
+    )
+    assert [remainder.precedence for remainder in remainders] == [None, (("denoise", "decode"),)]

@@ -426,3 +426,32 @@ def test_live_tensors_of_other_blocks_are_refused() -> None:
     for other, message in forged:
         messages = list(incoherent(replace(problem, phases=(replace(phase, uses=(other,)),))))
         assert any(message in text for text in messages), (message, messages)
+
+
+def test_blocks_of_a_split_first_group_are_counted_in_their_own_groups() -> None:
+    whole = transformer()
+    (instance,), ((use,),) = whole.components, [phase.uses for phase in whole.phases]
+
+    variants = tuple(
+        replace(
+            variant,
+            block_bytes=variant.block_bytes[::-1],
+            load_seconds=variant.load_seconds[::-1],
+        )
+        for variant in instance.variants
+    )
+    instance = replace(instance, groups=instance.groups[::-1], variants=variants)
+    use = replace(use, group_calls=use.group_calls[::-1], seconds=use.seconds[::-1])
+    phases = (replace(whole.phases[0], uses=(use,)),)
+    single_run = replace(whole, components=(instance,), phases=phases, runs=1)
+    answer = choose([Formulation(choice.program) for choice in stage_choices(single_run)[0]])
+    assert answer is not None
+    groups = answer.program.groups
+    assert [(group.index, group.count, group.secondary) for group in groups][-1] == (3, 3, 1)
+    counts = answer.choice.present + answer.choice.loads
+    assert (counts <= [group.count for group in groups]).all()
+
+
+def test_blocks_that_share_an_argument_are_one_segment() -> None:
+    whole = transformer()
+    assert segments_of(whole, whole.components[0]) == [(1, 0, 4), (2, 0, 4), (3, 0, 3)]
