@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -38,7 +38,9 @@ class ReadOrdering:
     ``uses``: operators that used memory of blocks. ``block_reads``: reads of blocks.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, late: bool = False) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, *, late: bool = False, operators: bool = True
+    ) -> None:
         self.reports = list[str]()
         self.uses = self.block_reads = 0
         self._patch, self._late = patch, late
@@ -53,7 +55,8 @@ class ReadOrdering:
 
         @contextmanager
         def checked(device: CpuDevice, *arguments: Any) -> Iterator[None]:
-            with capped(device, *arguments), _Operators(self):
+            observer = _Operators(self) if operators else nullcontext()
+            with capped(device, *arguments), observer:
                 assert device._reads is not None
                 self._readers = [device._reads]
                 yield
@@ -215,18 +218,15 @@ class ReadOrdering:
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reports operators that read tensors; views read none."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, ordering: ReadOrdering) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ordering = ordering
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = getattr(func, "_schema", None)  # flex_attention has none
-        is_view = schema is not None and any(
+        is_view = any(
             result.alias_info is not None and not result.alias_info.is_write
-            for result in schema.returns
+            for result in func._schema.returns
         )
         if not is_view:
-            self._ordering.use(func.name(), tensors_in((args, kwargs or {})))
+            self._ordering.use(func._schema.name, tensors_in((args, kwargs or {})))
         return func(*args, **(kwargs or {}))

@@ -92,7 +92,9 @@ def test_the_output_is_the_pipelines_own_within_the_budget(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ordering = ReadOrdering(monkeypatch)
+    # torch compiles flex attention, and refuses to while somebody observes operators
+    observable = name != "wan-animate-2-tiny"
+    ordering = ReadOrdering(monkeypatch, operators=observable)
     graph = graphrun.load(GRAPHS / f"{name}.yaml")
     inputs = small(graph) | TEXTS.get(name, {})
     planned_for = graph.for_planning(inputs)
@@ -119,5 +121,5 @@ def test_the_output_is_the_pipelines_own_within_the_budget(
             } == dict.fromkeys(graph.outputs, True)
             assert trace.peak_bytes <= problem.effective_bytes
     assert not ordering.reports
-    assert ordering.uses
+    assert bool(ordering.uses) == observable
     assert not list(tmp_path.iterdir())
