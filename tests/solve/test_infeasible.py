@@ -171,8 +171,8 @@ def test_a_budget_below_the_context_names_every_phase() -> None:
 def test_the_least_memory_counts_inputs_of_a_phase_and_components_that_stay() -> None:
     instance = flux(8 * GIB)
     encode, encode_2, denoise, decode = instance.phases
-    more = replace(denoise, input_bytes=denoise.input_bytes + MIB)
-    phases = (encode, encode_2, more, decode)
+    larger_denoise = replace(denoise, input_bytes=denoise.input_bytes + MIB)
+    phases = (encode, encode_2, larger_denoise, decode)
     directives = (Directive("keep", "text_encoder"),)
     totals, with_inputs, with_kept = (
         [need.total_bytes for need in least_memory(variation)]
