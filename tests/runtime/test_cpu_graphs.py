@@ -122,4 +122,5 @@ def test_the_output_is_the_pipelines_own_within_the_budget(
             assert trace.peak_bytes <= problem.effective_bytes
     assert not ordering.reports
     assert bool(ordering.uses) == observable
-    assert not list(tmp_path.iterdir())
+    # compiled kernels of flex attention
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
