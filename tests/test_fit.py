@@ -178,6 +178,7 @@ def test_what_fits_only_in_tiles_is_a_choice(
     assert not fitting.fit(graph, card, card.context_bytes + card.workspace_bytes, "8G", **options)
 
 
+@pytest.mark.sweep("more")
 def test_where_nothing_fits_the_command_that_helps_is_shown(graphrun: Cli) -> None:
     machine = ("--card", "rtx4060laptop", "--vram", "640M", "--ram", "16G")
     code, output, _ = graphrun("fit", "flux-tiny", *machine)

@@ -3,7 +3,7 @@
     option    effect                                                  output
     tiling    the VAE decodes tile by tile and blends the seams       changes
     slicing   the VAE decodes picture by picture                      does not change
-    split     the denoiser is called once per sample, not per batch   may change in the last bits
+    split     the denoiser is called once per sample, not per batch   changes by rounding
 
 ``tiling+slicing`` is both. `graphrun.graph.ops` defines the options of each stage, and what a user
 must allow for them.
