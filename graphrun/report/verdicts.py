@@ -232,7 +232,10 @@ def _copies_text(solution: Solution, may_split: bool) -> str:
     phases = (*problem.phases, *options)
     pairs = {use.component for phase in phases for use in phase.uses if use.pairs}
     if may_split and not pairs:
-        return "; --allow split lets both halves of guidance run at once (rounding changes pictures slightly)"
+        return (
+            "; --allow split lets both halves of guidance run at once (rounding changes pictures "
+            "slightly)"
+        )
     for name in sorted(pairs):
         needs = {
             number: least_copy_bytes(problem, name, number) for number in copyable_to(problem, name)
