@@ -25,7 +25,7 @@ from published import ROOT, by_diffusers, published
 
 import graphrun
 from graphrun.disk_store import Store
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.model.ranges import chip, range_group
 from graphrun.modules.build import meta_modules
 from graphrun.profile import costs, hardware, modes

@@ -43,10 +43,10 @@ os.environ.update(
 
 from fixed_modes import compared  # noqa: E402
 
+from graphrun.model.hardware import Hardware  # noqa: E402
 from graphrun.model.problem import (  # noqa: E402
     BlockGroup,
     ComponentNumbers,
-    Hardware,
     PhaseNumbers,
     Problem,
     Use,

@@ -35,7 +35,8 @@ os.environ.update(
 )
 
 import graphrun  # noqa: E402
-from graphrun.model.problem import Hardware, Problem  # noqa: E402
+from graphrun.model.hardware import Hardware  # noqa: E402
+from graphrun.model.problem import Problem  # noqa: E402
 from graphrun.model.solution import Solution  # noqa: E402
 from graphrun.profile.hardware import hardware  # noqa: E402
 from graphrun.profile.problems import ProblemLimits, problem_of  # noqa: E402

@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from graphrun.diffusers_.dry_call import ProbeError
     from graphrun.diffusers_.strategy import OffloadStrategy
     from graphrun.graph.graph import Graph
-    from graphrun.model.problem import Hardware, Problem
+    from graphrun.model.hardware import Hardware
+    from graphrun.model.problem import Problem
     from graphrun.model.solution import Solution
     from graphrun.session import Session
     from graphrun.sim.ordering import RaceError
@@ -111,7 +112,7 @@ _LAZY = {
     "Attachment": "graphrun.diffusers_.attach",
     "Batch": "graphrun.batch.queue",
     "Graph": "graphrun.graph.graph",
-    "Hardware": "graphrun.model.problem",
+    "Hardware": "graphrun.model.hardware",
     "Infeasible": "graphrun.solve.infeasible",
     "LivePipeline": "graphrun.diffusers_.description",
     "OffloadStrategy": "graphrun.diffusers_.strategy",

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
     from graphrun.graph.parts import Directives
     from graphrun.hook import Hook, ProgressCallback
-    from graphrun.model.problem import Hardware, Problem, ProblemLimits
+    from graphrun.model.hardware import Hardware
+    from graphrun.model.problem import Problem, ProblemLimits
     from graphrun.model.solution import Solution
     from graphrun.ops.steps import StepJournal
     from graphrun.runtime.devices.device import Device

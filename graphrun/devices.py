@@ -23,7 +23,8 @@ from graphrun.units import parse_size
 if TYPE_CHECKING:
     from graphrun.device_kinds import DeviceKind
     from graphrun.graph.graph import Graph
-    from graphrun.model.problem import Hardware, ProblemLimits
+    from graphrun.model.hardware import Hardware
+    from graphrun.model.problem import ProblemLimits
     from graphrun.runtime.devices.device import Device
 
 
@@ -181,7 +182,7 @@ def in_dtype(graph: Graph, dtype: str | None, hardware: Hardware | None) -> Grap
     unless it is given a ``torch_dtype``. Raises InputError for another dtype.
     """
     from graphrun.graph.graph import HALF_DTYPES
-    from graphrun.model.problem import ProcessorRates
+    from graphrun.model.hardware import ProcessorRates
 
     rates = hardware.kernels if hardware is not None else None
     if dtype == "graph" or (dtype is None and not isinstance(rates, ProcessorRates)):

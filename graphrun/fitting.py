@@ -14,7 +14,8 @@ from graphrun.profile.quantizing import quantizing_costs
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
     from graphrun.model.fit import Fit
-    from graphrun.model.problem import Hardware, Problem
+    from graphrun.model.hardware import Hardware
+    from graphrun.model.problem import Problem
 
 
 def fit(

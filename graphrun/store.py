@@ -43,8 +43,9 @@ from graphrun.graph.media import size_text
 from graphrun.graph.parts import Reference
 from graphrun.graph.shipped import graphs_folder
 from graphrun.model.fit import Fit
+from graphrun.model.hardware import Hardware
 from graphrun.model.plan import parse
-from graphrun.model.problem import Hardware, Problem, ProblemLimits
+from graphrun.model.problem import Problem, ProblemLimits
 from graphrun.model.solution import Solution
 from graphrun.modules.source_files import (
     commits_of,

@@ -29,7 +29,7 @@ from graphrun.units import parse_size, show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
-    from graphrun.model.problem import Hardware
+    from graphrun.model.hardware import Hardware
 
 
 JSON_VERSION = 1

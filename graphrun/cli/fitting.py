@@ -30,7 +30,7 @@ from graphrun.units import GIB, parse_seconds, parse_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
-    from graphrun.model.problem import Hardware
+    from graphrun.model.hardware import Hardware
 
 Card = Annotated[
     str | None,

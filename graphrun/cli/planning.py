@@ -22,7 +22,8 @@ from graphrun.units import GIB, roughly, show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
-    from graphrun.model.problem import Hardware, Problem
+    from graphrun.model.hardware import Hardware
+    from graphrun.model.problem import Problem
     from graphrun.model.solution import Solution
     from graphrun.modules.needs import Download
     from graphrun.profile.quantizing import QuantizingCost

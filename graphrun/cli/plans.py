@@ -52,7 +52,8 @@ from graphrun.units import parse_size, show_size, typed_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
-    from graphrun.model.problem import Hardware, Problem
+    from graphrun.model.hardware import Hardware
+    from graphrun.model.problem import Problem
 
 
 @app.command()

@@ -24,15 +24,8 @@ from graphrun.disk_store import store_in
 from graphrun.graph.graph import Graph
 from graphrun.model.choices import use_with
 from graphrun.model.copies import without_pairs
-from graphrun.model.problem import (
-    ComponentNumbers,
-    Hardware,
-    Problem,
-    Secondary,
-    Use,
-    ValueNumbers,
-    Variant,
-)
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import ComponentNumbers, Problem, Secondary, Use, ValueNumbers, Variant
 from graphrun.store import fitting_for
 
 # of a host's RAM and page-locked RAM, for one device assignment

@@ -31,7 +31,7 @@ from graphrun.graph.schema import Spec, Text
 from graphrun.graph.shape import spec_of
 from graphrun.graph.values import did_you_mean
 from graphrun.limits import require
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.profile.hardware_profiles import hardware as hardware_called
 from graphrun.units import parse_size
 

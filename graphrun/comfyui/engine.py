@@ -30,7 +30,7 @@ from graphrun.serve.bodies import picture_inputs
 from graphrun.units import parse_size, roughly, show_size
 
 if TYPE_CHECKING:
-    from graphrun.model.problem import Hardware
+    from graphrun.model.hardware import Hardware
     from graphrun.model.solution import Solution
     from graphrun.session import Session
     from graphrun.solve.infeasible import Infeasible

@@ -57,8 +57,9 @@ from graphrun.errors import InputError
 from graphrun.graph.parts import Directives
 from graphrun.hook import Hook
 from graphrun.model.allocator import LARGE_PAGE_BYTES
+from graphrun.model.hardware import Hardware
 from graphrun.model.plan import Plan, Slot
-from graphrun.model.problem import Hardware, Problem, ProblemLimits
+from graphrun.model.problem import Problem, ProblemLimits
 from graphrun.model.solution import Solution
 from graphrun.modules.dtype_variants import DtypeVariant, HostCasts
 from graphrun.modules.interceptor import CallInterceptor, changes_weights, entry_of, refuse_change

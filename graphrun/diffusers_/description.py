@@ -16,7 +16,8 @@ from graphrun.diffusers_.dry_call import AttachedCall, MetaPipeline
 from graphrun.diffusers_.live import components_of, is_pipeline, merge_shared
 from graphrun.errors import InputError
 from graphrun.graph.parts import Directives
-from graphrun.model.problem import Hardware, Problem, ProblemLimits
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import Problem, ProblemLimits
 from graphrun.modules.mapped import MappedTensors
 
 if TYPE_CHECKING:

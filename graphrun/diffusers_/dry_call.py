@@ -25,7 +25,8 @@ from graphrun.diffusers_.live import graph_of, kept_signatures, meta_module_of
 from graphrun.diffusers_.text_lengths import TextLengths
 from graphrun.errors import GraphrunError, InputError
 from graphrun.graph.parts import Component, Directives
-from graphrun.model.problem import Hardware, Problem, ProblemLimits
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import Problem, ProblemLimits
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.build import on_host
 from graphrun.modules.dtype_variants import DtypeVariant, DtypeVariants

@@ -22,7 +22,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphrun.model.problem import Hardware
+    from graphrun.model.hardware import Hardware
 
 COPY_SHARE = 0.1
 OTHER_VENDORS = ("rx", "mi", "arc")  # names of AMD's and Intel's cards begin so

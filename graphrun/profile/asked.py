@@ -12,7 +12,7 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Reference
 from graphrun.graph.precisions import GGUF_MIXES, QUANTIZED
 from graphrun.graph.values import did_you_mean, strings
-from graphrun.model.problem import Hardware, KernelRates
+from graphrun.model.hardware import Hardware, KernelRates
 
 DTYPES = {
     "bf16": "bfloat16",

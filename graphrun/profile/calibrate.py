@@ -28,7 +28,7 @@ from torch import nn
 
 from graphrun.device_kinds import DeviceKind, built_in, kind_called
 from graphrun.errors import InputError
-from graphrun.model.problem import Hardware, KernelRates, ProcessorRates, ReadRates
+from graphrun.model.hardware import Hardware, KernelRates, ProcessorRates, ReadRates
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.calibrate_cpu import first_touch_seconds, measured_cpu

@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from graphrun.graph.precisions import GGUF_BLOCKS
 from graphrun.kernel_memory import available_bytes
-from graphrun.model.problem import Hardware, ProcessorRates
+from graphrun.model.hardware import Hardware, ProcessorRates
 from graphrun.modules.quantize import convert, quantized
 from graphrun.profile.costs import cpu_seconds, cpu_work
 from graphrun.profile.fused_kernels import FusedKernels

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphrun.model.problem import Hardware, ProcessorRates
+from graphrun.model.hardware import Hardware, ProcessorRates
 from graphrun.profile.recording import FLEX, RMS_NORM, Call, ConvolutionShape, Kernel, MemoryEvent
 from graphrun.units import GIB, MIB, round_up
 

@@ -37,7 +37,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from graphrun.graph.precisions import GGUF_MIXES, ONLY_IN_FILES
-from graphrun.model.problem import Hardware, ProcessorRates
+from graphrun.model.hardware import Hardware, ProcessorRates
 from graphrun.profile.corrections import CHANNEL_BLOCK
 from graphrun.profile.precision import ELEMENT_BYTES, dequantization_seconds
 from graphrun.profile.recording import KEY_MASKED, MASKED, RMS_NORM, Call, ConvolutionShape, Kernel

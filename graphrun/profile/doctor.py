@@ -21,7 +21,7 @@ from graphrun.extras import install_command
 from graphrun.host_ram import host_ram_bytes
 from graphrun.kernel_memory import available_bytes, memory_limits
 from graphrun.memory_group import enforceable
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.precision import NEEDS, flags, new_enough

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from graphrun.graph.graph import Graph
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.modules.source_files import split_source
 from graphrun.profile.modes import MODES, Mode, ModeName, estimate_mode
 from graphrun.profile.placements import PARTIAL_KINDS, Scene, WeightPlacement

@@ -55,7 +55,7 @@ from graphrun.device_kinds import DeviceKind, kind_called
 from graphrun.errors import InputError
 from graphrun.host_ram import host_ram_bytes, steady_bytes, total_ram_bytes
 from graphrun.kernel_memory import process_bytes
-from graphrun.model.problem import (
+from graphrun.model.hardware import (
     LT_WORKSPACE_BYTES,
     READ_BUFFER_BYTES,
     READ_BUFFERS,

@@ -20,7 +20,7 @@ from graphrun.device_kinds import DeviceKind
 from graphrun.errors import InputError
 from graphrun.files import write_whole
 from graphrun.host_ram import total_ram_bytes
-from graphrun.model.problem import Hardware, KernelRates, ProcessorRates
+from graphrun.model.hardware import Hardware, KernelRates, ProcessorRates
 from graphrun.profile import hardware as devices
 from graphrun.profile import processor
 from graphrun.reading import read_json, validated

@@ -36,7 +36,7 @@ from torch import nn
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.values import did_you_mean, strings
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.modules.classes import pipeline_class
 from graphrun.profile.asked import FORMATS, LAYERWISE
 from graphrun.profile.costs import extra_seconds, work_seconds

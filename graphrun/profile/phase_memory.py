@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from graphrun.model.allocator import Allocator, Counting, Heap
+from graphrun.model.hardware import Hardware
 from graphrun.model.phase_trace import CALL, CallTrace, Item, PhaseTrace
-from graphrun.model.problem import Hardware
 from graphrun.profile.phase_traces import phase_traces_of
 from graphrun.profile.recording import Call, Recording
 

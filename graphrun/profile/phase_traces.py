@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from graphrun.model.hardware import Hardware
 from graphrun.model.phase_trace import CALL, CallTrace, Item, PhaseTrace
-from graphrun.model.problem import Hardware
 from graphrun.profile.corrections import scratch_on
 from graphrun.profile.recording import Call, MemoryEvent, Recording
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from graphrun.graph.graph import Graph
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.profile.costs import extra_seconds, work_seconds
 from graphrun.profile.modes import TENSOR_SECONDS, Estimate, owner
 from graphrun.profile.problems import phase_spans

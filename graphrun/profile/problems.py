@@ -16,13 +16,13 @@ from graphrun.graph.parts import Reference
 from graphrun.graph.settings import settings_of
 from graphrun.model.allocator import ROUND_BYTES
 from graphrun.model.directives import directed
+from graphrun.model.hardware import Hardware
 from graphrun.model.phase_trace import PhaseTrace
 from graphrun.model.problem import (
     ComponentNumbers,
     ComponentPlacement,
     Directive,
     Granularity,
-    Hardware,
     PhaseNumbers,
     Problem,
     ProblemLimits,

@@ -12,7 +12,7 @@ from pathlib import Path
 from graphrun.device_kinds import DeviceKind
 from graphrun.graph.precisions import GGUF_BLOCKS
 from graphrun.host_ram import total_ram_bytes
-from graphrun.model.problem import Hardware, ProcessorRates
+from graphrun.model.hardware import Hardware, ProcessorRates
 from graphrun.profile.precision import ELEMENT_BYTES
 from graphrun.units import MIB
 

@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from graphrun.graph.precisions import QUANTIZED
-from graphrun.model.problem import ComponentNumbers, Hardware, Variant
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import ComponentNumbers, Variant
 
 # bitsandbytes 0.50 quantizes a weight on a CPU core at about these rates, in bytes of 16-bit
 # weights per second (idle 2.10 GHz Xeon core). A cast to fp8 runs at memory speed.

@@ -13,7 +13,8 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.precisions import QUANTIZED
 from graphrun.model.allocator import Caching, Native
 from graphrun.model.choices import use_with
-from graphrun.model.problem import Hardware, PhaseNumbers, Problem, ProblemLimits
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import PhaseNumbers, Problem, ProblemLimits
 from graphrun.model.ranges import probable_range
 from graphrun.modules.build import meta_modules
 from graphrun.modules.stored import holding

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from graphrun.model.choices import overlap_seconds
-from graphrun.model.problem import ComponentNumbers, Hardware, LiveTensor, PhaseNumbers, Use
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import ComponentNumbers, LiveTensor, PhaseNumbers, Use
 from graphrun.profile.costs import work_seconds
 from graphrun.profile.recording import Call
 

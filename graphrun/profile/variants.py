@@ -21,12 +21,11 @@ from functools import partial
 
 from graphrun.graph.parts import Component
 from graphrun.graph.precisions import QUANTIZED, is_gguf
+from graphrun.model.hardware import Hardware, ProcessorRates
 from graphrun.model.problem import (
     ALLOCATION_BYTES,
     BackingStoreKind,
     Granularity,
-    Hardware,
-    ProcessorRates,
     Secondary,
     Variant,
 )

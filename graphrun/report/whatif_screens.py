@@ -16,7 +16,8 @@ from html import escape
 from itertools import zip_longest
 from typing import Any
 
-from graphrun.model.problem import Hardware, Problem
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.report.command_lines import folded_options
 from graphrun.report.precisions import precision_lines

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from graphrun.errors import InputError
-from graphrun.model.problem import ReadRates
+from graphrun.model.hardware import ReadRates
 from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRead
 from graphrun.systems import forget_cached
 from graphrun.units import MIB, PAGE_BYTES

@@ -38,7 +38,8 @@ from torch import nn
 from graphrun.errors import GraphError, InputError
 from graphrun.files import digest_of, python_digest, write_whole
 from graphrun.graph.parts import Component
-from graphrun.model.problem import ComponentNumbers, Hardware
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import ComponentNumbers
 from graphrun.modules.blocks import BlockLayout, TensorEntry, lay_out
 from graphrun.modules.quantize import quantized, quantized_in_parts
 from graphrun.modules.source_files import Stored, file_stamp, origin_of, stored_tensors

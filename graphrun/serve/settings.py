@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from graphrun import api
 from graphrun.devices import in_dtype
 from graphrun.errors import InputError
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.serve.keys import ApiKey
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from graphrun.model.hardware import Hardware
 from graphrun.model.phase_trace import CALL, PhaseTrace
-from graphrun.model.problem import ComponentNumbers, Hardware, PhaseNumbers, Problem, Use, Variant
+from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Use, Variant
 from graphrun.reading import printable
 
 # Larger bytes, seconds and calls overflow 64 bits when added up.

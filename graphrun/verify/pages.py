@@ -24,9 +24,10 @@ from graphrun.errors import PlanError
 from graphrun.limits import LIMITS, require
 from graphrun.model.allocator import Caching, segment_bytes
 from graphrun.model.blocks import named
+from graphrun.model.hardware import LT_WORKSPACE_BYTES
 from graphrun.model.phase_trace import CALL, CallTrace, Item, repeats_in
 from graphrun.model.plan import BlockNames, Evict, Load, Plan, Restore, Slot, Spill, Stream
-from graphrun.model.problem import LT_WORKSPACE_BYTES, Problem
+from graphrun.model.problem import Problem
 from graphrun.model.splits import arguments_bytes
 
 # of each small matrix in the two matrix products by which `CudaDevice.before_call` makes cuBLAS and

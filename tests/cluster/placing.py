@@ -20,7 +20,7 @@ from graphrun.cluster.machines import Cluster, ClusterDevice, ClusterHost, Link
 from graphrun.cluster.placement import Assignment, Placement, column_of
 from graphrun.cluster.stream import with_figures
 from graphrun.cluster.worker import LostValue, Report, StageWorker, Visit
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.profile.hardware_profiles import hardware
 
 GRAPH = Path(__file__).parent.parent.parent / "graphs" / "flux-tiny.yaml"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphrun.errors import InputError
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.profile import calibrate as measuring
 from graphrun.profile import hardware as devices
 from graphrun.profile import hardware_profiles as profiles

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import graphrun
-from graphrun.model.problem import Hardware, ProcessorRates, ReadRates
+from graphrun.model.hardware import Hardware, ProcessorRates, ReadRates
 from graphrun.profile import calibrate, calibrate_cpu, doctor, processor
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.calibrate_cpu import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphrun.model.problem import ProcessorRates
+from graphrun.model.hardware import ProcessorRates
 from graphrun.profile import corrections
 from graphrun.profile.corrections import cpu_scratch, scratch_on
 from graphrun.profile.fused_kernels import FusedKernels

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from graphrun.model.problem import ProcessorRates
+from graphrun.model.hardware import ProcessorRates
 from graphrun.profile.corrections import cpu_scratch
 from graphrun.profile.fused_kernels import FusedKernels
 from graphrun.profile.processor import cpu_estimate

@@ -30,7 +30,7 @@ from small_component import (
     use,
 )
 
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow

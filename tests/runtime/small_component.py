@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphrun.model.hardware import Hardware
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import (
     ALLOCATION_BYTES,
     BlockGroup,
     ComponentNumbers,
-    Hardware,
     PhaseNumbers,
     Problem,
     Use,

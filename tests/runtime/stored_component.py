@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from small_component import Small, numbers, small_hardware
 
 from graphrun.kernel_memory import process_bytes
-from graphrun.model.problem import ComponentNumbers, Hardware, Problem
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import ComponentNumbers, Problem
 from graphrun.modules.source_files import stored_tensors
 from graphrun.modules.sources import FileSource, Writer
 from graphrun.profile.variants import FILE_SLACK_BYTES

@@ -20,7 +20,7 @@ import graphrun
 from graphrun.device_kinds import DeviceKind
 from graphrun.devices import hardware_for
 from graphrun.errors import InputError, OutOfMemory
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.profile.hardware import simulated
 from graphrun.report.plan_files import read_solution
 from graphrun.report.screen import Units

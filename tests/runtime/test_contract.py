@@ -46,8 +46,9 @@ from torch import nn
 from graphrun import sim
 from graphrun.errors import OutOfMemory
 from graphrun.model.allocator import LARGE_PAGE_BYTES
+from graphrun.model.hardware import Hardware
 from graphrun.model.phase_trace import PhaseTrace
-from graphrun.model.problem import Hardware, Problem
+from graphrun.model.problem import Problem
 from graphrun.profile.hardware import detect_card
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow

@@ -26,7 +26,7 @@ from small_component import (
 from stored_component import host_of, in_backing_store, saved
 
 from graphrun.errors import GraphrunError
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
 

@@ -26,8 +26,9 @@ from small_component import (
 
 from graphrun.errors import BrokenPlan
 from graphrun.model.blocks import keep_order
+from graphrun.model.hardware import Hardware
 from graphrun.model.plan import Plan
-from graphrun.model.problem import Hardware, Problem
+from graphrun.model.problem import Problem
 from graphrun.runtime.host import Host
 from graphrun.trace import Event, Trace
 from graphrun.verify.simulate import simulate

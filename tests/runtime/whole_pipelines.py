@@ -19,8 +19,9 @@ from transformers.pipelines import DepthEstimationPipeline
 from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
 from graphrun.graph.parts import Reference
+from graphrun.model.hardware import Hardware
 from graphrun.model.plan import Stream
-from graphrun.model.problem import Hardware, Problem
+from graphrun.model.problem import Problem
 from graphrun.modules.build import build, build_part, resolve_class
 from graphrun.ops.call import FIELDS
 from graphrun.profile.dry_run import probe

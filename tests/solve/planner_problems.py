@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from graphrun.model.hardware import Hardware
 from graphrun.model.problem import (
     BlockGroup,
     ComponentNumbers,
-    Hardware,
     PhaseNumbers,
     Problem,
     Use,

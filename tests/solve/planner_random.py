@@ -9,11 +9,11 @@ from itertools import combinations
 
 from planner_problems import component, hardware, problem
 
+from graphrun.model.hardware import Hardware
 from graphrun.model.problem import (
     ComponentNumbers,
     ComponentPlacement,
     Directive,
-    Hardware,
     PhaseNumbers,
     Problem,
     Secondary,

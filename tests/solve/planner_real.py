@@ -7,7 +7,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from graphrun.model.problem import ComponentNumbers, Hardware, Problem
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import ComponentNumbers, Problem
 from graphrun.report.plan_files import problem_from
 
 FILES = Path(__file__).parent / "problems"

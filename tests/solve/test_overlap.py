@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from graphrun.model.choices import overlap_seconds, read_from_disk
-from graphrun.model.problem import BlockGroup, ComponentNumbers, Hardware, Problem, Use, Variant
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import BlockGroup, ComponentNumbers, Problem, Use, Variant
 from graphrun.solve.granularity import finer
 
 ORDER = ((0, 0, 3.0), (1, 0, 0.5), (0, 0, 3.0), (1, 1, 0.5))

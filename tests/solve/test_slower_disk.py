@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from planner_random import random_problem
 
-from graphrun.model.problem import Basis, Problem
+from graphrun.model.hardware import Basis
+from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
 from graphrun.solve.pages import (
     LEAST_LOSS,

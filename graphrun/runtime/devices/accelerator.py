@@ -40,7 +40,7 @@ import torch
 from graphrun.device_kinds import DeviceKind, built_in, kind_called
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory, TransferFailed
 from graphrun.host_ram import host_ram_bytes
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.runtime.devices.copy_thread import CopyThread, QueuedMark
 from graphrun.runtime.devices.device import Arenas, Device, Queue, StreamName
 from graphrun.runtime.direct_reads import Span

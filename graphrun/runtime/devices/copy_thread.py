@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from graphrun.model.problem import READ_BUFFER_BYTES, READ_BUFFERS
+from graphrun.model.hardware import READ_BUFFER_BYTES, READ_BUFFERS
 from graphrun.runtime.direct_reads import DirectReads, Span
 
 

@@ -27,7 +27,7 @@ from graphrun.c_heap import HeapFragments, trim_freed_memory
 from graphrun.errors import GraphrunError, InputError, OutOfMemory
 from graphrun.host_ram import host_ram_bytes
 from graphrun.kernel_memory import ProcessPeak, process_bytes
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.runtime.devices.device import Arenas, Device, Mark, Queue, StreamName
 from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRead
 from graphrun.systems import refuse_forked

@@ -35,7 +35,7 @@ import torch
 from graphrun.device_kinds import kind_called
 from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory
 from graphrun.host_ram import host_ram_bytes
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.runtime.devices.accelerator import AcceleratorDevice, noticed
 from graphrun.runtime.devices.device import Device
 from graphrun.units import round_up, show_size

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from graphrun.host_ram import host_ram_bytes
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.runtime.devices.accelerator import AcceleratorDevice, noticed
 from graphrun.runtime.devices.device import Device
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphrun.errors import InputError
-from graphrun.model.problem import Hardware, Problem
+from graphrun.model.hardware import Hardware
+from graphrun.model.problem import Problem
 from graphrun.runtime.devices.device import Device
 
 

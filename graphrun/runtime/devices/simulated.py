@@ -16,7 +16,7 @@ import torch
 from graphrun import sim
 from graphrun.errors import GraphrunError, OutOfMemory, TransferFailed
 from graphrun.model.allocator import Caching
-from graphrun.model.problem import Hardware
+from graphrun.model.hardware import Hardware
 from graphrun.runtime.devices.device import Device, Queue, StreamName
 from graphrun.units import show_size
 
