@@ -566,20 +566,13 @@ class Attachment:
 
     def _say_unmapped(self) -> None:
         """Say which components stay in memory instead of being read from files."""
-        if sizes := self._host.unmapped_bytes():
-            self.say(
-                f"{own_class(self.pipe).__name__}: {show_size(sum(sizes.values()))} of "
-                f"{', '.join(sizes)} stay in memory, since no file has these weights as they are; "
-                "to read them from files, call pipe.save_pretrained(FOLDER) and load the pipeline "
-                "from FOLDER in the same dtype"
-            )
+        if text := self._host.unmapped_text():
+            self.say(f"{own_class(self.pipe).__name__}: {text}")
 
     def _forget_calls(self) -> None:
         vars(self).pop("_meta_pipeline", None)
-        self._dry_runs.clear()
-        self._plans.clear()
-        self._solutions.clear()
-        self._continuations.clear()
+        for cache in (self._dry_runs, self._plans, self._solutions, self._continuations):
+            cache.clear()
 
     def _dtype_variants(self) -> Mapping[str, DtypeVariant]:
         """Return by name the original dtype variants and those seen in dry runs."""

@@ -42,7 +42,7 @@ from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host, layout_of
 from graphrun.runtime.movers import refuse_movers
 from graphrun.runtime.residency import Residency
-from graphrun.units import round_up
+from graphrun.units import round_up, show_size
 
 # the hosts of all attached pipelines in this process, which evict each other's weights
 _HOSTS: WeakSet[LiveHost] = WeakSet()
@@ -91,22 +91,29 @@ class LiveHost(Host):
         self.mapped_tensors = mapped_tensors
         return True
 
-    def unmapped_bytes(self) -> dict[str, int]:
-        """Return the bytes of the parameters that are not mapped from files, by component.
+    def unmapped_text(self) -> str:
+        """Return which components stay in memory, since their parameters are not mapped from files.
 
-        Components with less than a hundredth of such bytes are omitted. Empty unless device and
-        host are one memory.
+        Components with less than a hundredth of such bytes are omitted. "" unless device and host
+        are one memory.
         """
         if (mapped_tensors := self.mapped_tensors) is None:
-            return {}
+            return ""
         sizes = {
             name: mapped_tensors.unmapped_bytes(module) for name, module in self.modules.items()
         }
-        return {
+        sizes = {
             name: nbytes
             for name, nbytes in sizes.items()
             if 100 * nbytes > sum(tensor.nbytes for tensor in self.modules[name].parameters())
         }
+        if not sizes:
+            return ""
+        return (
+            f"{show_size(sum(sizes.values()))} of {', '.join(sizes)} stay in memory, since no file "
+            "has these weights as they are; to read them from files, call "
+            "pipe.save_pretrained(FOLDER) and load the pipeline from FOLDER in the same dtype"
+        )
 
     def begin(self, *, has_changed: bool) -> None:
         """Prepare for a call: read the components' present dtypes. ``has_changed``: the pipeline
