@@ -43,7 +43,7 @@ def test_the_process_survives_and_the_error_names_file_and_value(
 ) -> None:
     source = folder(tmp_path, 77_000_000_000_000)
     kind = "transformers.PreTrainedTokenizerFast"
-    part = Part("tokenizer", kind, {}, source=source, file_line="graph.yaml:9")
+    part = Part("tokenizer", kind, {}, source=str(source), file_line="graph.yaml:9")
 
     def encode() -> None:
         tokenizer = build_part(part, flux)
