@@ -219,10 +219,12 @@ def setting_of(
 
 def _model(graph: Graph, option: str) -> list[str]:
     """Return the words that name the model of ``graph``; ``option``: before its repository."""
-    if graph.source is None or graph.source.startswith("/") or is_url(graph.source):
-        model = graph.source if graph.source and not is_url(graph.source) else "MODEL"
-        return [option, model] if option else [model]
-    repository, revision, _ = split_source(graph.source)
+    source = graph.source
+    if source is None or is_url(source):
+        source = "MODEL"
+    if source == "MODEL" or source.startswith("/"):
+        return [option, source] if option else [source]
+    repository, revision, _ = split_source(source)
     words = [option, repository] if option else [repository]
     return [*words, "--revision", revision] if revision else words
 
