@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from graphrun import device_kinds
 from graphrun.device_kinds import kind_called
 from graphrun.errors import InputError
-from graphrun.units import parse_size
+from graphrun.units import parse_size, typed_size
 
 if TYPE_CHECKING:
     from graphrun.device_kinds import DeviceKind
@@ -383,11 +383,9 @@ _RAM = ("ram", "auto")
 
 
 def _no_more_than(size: str | int, capacity_bytes: int) -> str | int:
-    """Return ``size``, or the capacity in GiB if that is less."""
-    from graphrun.units import GIB
-
+    """Return ``size``, or the capacity, rounded down, if that is less."""
     nbytes = parse_size(size, whole_bytes=capacity_bytes, name="memory")
-    return size if nbytes <= capacity_bytes else f"{capacity_bytes / GIB:.4g}G"
+    return size if nbytes <= capacity_bytes else typed_size(capacity_bytes, round_down=True)
 
 
 def memory_budget(memory: str | int | None, hardware: Hardware) -> int:

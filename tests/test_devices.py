@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from graphrun.devices import (
     limits_for,
     memory_budget,
     per_device,
+    refuse_wrong_budgets,
     resolved_budgets,
     with_host_copies,
 )
 from graphrun.errors import InputError
 from graphrun.profile.hardware import data_sheet_estimates
 from graphrun.profile.processor import cpu_estimate
-from graphrun.units import GIB
+from graphrun.units import GIB, MIB
 
 
 def test_each_device_has_its_budget_hardware_and_kind() -> None:
@@ -152,6 +154,12 @@ def test_budgets_of_other_devices_are_refused_in_python(
 ) -> None:
     with pytest.raises(InputError, match=message):
         call(api.load("flux-tiny"), budgets)
+
+
+def test_a_suggested_vram_is_not_above_the_capacity() -> None:
+    card = replace(CARD, capacity_bytes=24564 * MIB)  # 23.988 GiB, as a driver says it
+    with pytest.raises(InputError, match="give --vram 23.98G and --ram"):
+        refuse_wrong_budgets(card, Budget(memory="32G"))
 
 
 @pytest.mark.parametrize(
