@@ -43,7 +43,9 @@ class _Entry:
 
     ``host``: the tensor at ``locations`` while the block is not on the device; while there is no
     backing store, ``host`` is ``template``. ``template``: a tensor with the dtype and shape, on
-    meta if a writer has the weights.
+    meta if a writer has the weights. ``bound``: a buffer's view on the device and its version,
+    while the module has it. ``written``: what the module's code last wrote to a buffer that is
+    read from files.
     """
 
     offset: int
@@ -52,10 +54,46 @@ class _Entry:
     host: torch.Tensor
     locations: tuple[TensorLocation, ...]
     strides: tuple[int, ...]
+    bound: tuple[torch.Tensor, int] | None = None
+    written: torch.Tensor | None = None
 
     def assign(self, tensor: torch.Tensor) -> None:
         for location in self.locations:
             location.assign(tensor)
+
+    def bind(self, view: torch.Tensor) -> None:
+        """Give the module ``view``, on the device."""
+        if self.written is not None:
+            view.copy_(self.written)
+        if self.locations[0].kind == "_buffers" and not view.is_inference():
+            view = view.data  # copies to the device do not count in its version
+            self.bound = view, view._version
+        self.assign(view)
+
+    def unbind(self) -> torch.Tensor | None:
+        """Give the module ``host``; return the buffer's values if the module's code wrote them."""
+        value, bound, self.bound = self._value, self.bound, None
+        self.assign(self.host)
+        if bound is None:
+            return None
+        view, version = bound
+        if (
+            value is not view
+            and isinstance(value, torch.Tensor)
+            and (value.shape, value.dtype) == (view.shape, view.dtype)
+        ):
+            view.copy_(value)  # the block may stay on the device
+        return view if view._version != version else None
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the module's code put another tensor in the place of a buffer."""
+        return self.bound is not None and self._value is not self.bound[0]
+
+    @property
+    def _value(self) -> Any:
+        location = self.locations[0]
+        return getattr(location.owner, location.kind).get(location.key)
 
     @property
     def is_in_place(self) -> bool:
@@ -434,22 +472,42 @@ class Residency:
         if not self.is_active:
             return
         block.bound = True
+        if any(entry.written is not None for entry in block.entries):
+            self.wait_copy(path)
         if buffer is not block.buffer:
             for entry, view in block.views_in(buffer):
-                entry.assign(view)
+                entry.bind(view)
             return
         block.views = block.views or tuple(view for _, view in block.views_in(buffer))
         for entry, view in zip(block.entries, block.views, strict=True):
-            entry.assign(view)
+            entry.bind(view)
 
     def unbind(self, path: str) -> None:
-        """Give block ``path`` its host tensors back: in the backing store, or on meta."""
+        """Give block ``path`` its host tensors back: in the backing store, or on meta.
+
+        What the module's code wrote to buffers is copied to the host, and back at the next load.
+        """
         block = self._blocks[path]
         block.bound = False
         for entry in block.entries if self.is_active else ():
-            entry.assign(entry.host)
+            if (value := entry.unbind()) is not None:
+                self._save(entry, value)
         for state in block.states:
             state.idx = None  # outlier columns of the last call, on the device
+
+    def rebind(self) -> None:
+        """Move what the module's code put in the place of buffers into the loaded blocks."""
+        for path, block in self._blocks.items():
+            if block.buffer is not None and any(entry.is_replaced for entry in block.entries):
+                self.unbind(path)
+                self.bind(path, block.buffer)
+
+    @torch.no_grad()
+    def _save(self, entry: _Entry, value: torch.Tensor) -> None:
+        if self.caller_owned and not entry.host.is_meta:
+            entry.host.copy_(value)
+        if not (self.caller_owned and isinstance(self.backing_store, Arena)):
+            entry.written = value.to("cpu", copy=True)
 
     def deactivate(self) -> None:
         """Prepare for another dtype variant; loaded blocks stay on the device until evicted."""

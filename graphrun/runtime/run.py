@@ -163,6 +163,8 @@ class PlanRun:
             if not keep:
                 host.evict()
                 host.finish()
+            for residency in host.residencies.values():
+                residency.rebind()
             self._release_cached()
         output_bytes = setting.handed_out(outputs) if setting.handed_out is not None else 0
         usage = self._tiers(output_bytes)
