@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from mmap import PAGESIZE
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -207,7 +208,7 @@ def test_a_device_whose_events_have_no_time_still_has_streams(
         raise ValueError("events have no time")
 
     for elapsed, has_timing in ((untimed, False), (lambda *events: 0.0, True)):
-        device = AcceleratorDevice.__new__(AcceleratorDevice)
+        device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
         device._origin = SimpleNamespace(elapsed_time=elapsed)
         monkeypatch.setattr(device, "_make_streams", lambda: None)
         assert device._open_streams()
@@ -223,14 +224,14 @@ def test_memory_that_is_locked_at_allocation_begins_at_a_page(
     """The tensor is counted with the bytes asked for, and keeps its memory."""
     memory = torch.empty(4 * PAGESIZE, dtype=torch.uint8)
     locked = memory[(1 - memory.data_ptr()) % PAGESIZE :]  # begins one byte behind a page
-    sizes = []
+    sizes = list[int]()
 
     def empty(nbytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
         assert pin_memory
         sizes.append(nbytes)
         return locked[:nbytes]
 
-    device = AcceleratorDevice.__new__(AcceleratorDevice)
+    device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
     device.arenas = Arenas()
     device.kind = SimpleNamespace(pinning="at allocation")
     device._backend = SimpleNamespace(is_current=True)
@@ -244,7 +245,7 @@ def test_memory_that_is_locked_at_allocation_begins_at_a_page(
 def test_functions_are_tried_without_resetting_the_peaks_of_a_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tried = []
+    tried = list[int]()
     monkeypatch.setattr(torch.cpu, "memory_allocated", tried.append, raising=False)
     monkeypatch.setattr(torch.cpu, "reset_peak_memory_stats", tried.append, raising=False)
     backend = Backend("cpu")
