@@ -304,7 +304,12 @@ def _fails(*arguments: Any) -> None:
     raise ValueError("of the backend's own code")
 
 
-FUNCTIONS = (*accelerator._OPTIONAL, "set_per_process_memory_fraction", "current_stream")
+FUNCTIONS = (
+    *accelerator._OPTIONAL,
+    "reset_peak_memory_stats",
+    "set_per_process_memory_fraction",
+    "current_stream",
+)
 
 
 @pytest.mark.parametrize("replacement", [_fails, lambda *arguments: None], ids=["fails", "None"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from functools import partial
+from mmap import PAGESIZE
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ from small_component import (
 )
 
 from graphrun.errors import OutOfMemory
+from graphrun.runtime.devices.accelerator import AcceleratorDevice, Backend
+from graphrun.runtime.devices.device import Arenas
 from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
 from graphrun.units import GIB, MIB
@@ -160,7 +164,7 @@ def test_the_allocators_limit_is_that_of_the_cap_or_of_the_plan(
     have bytes, though the plan stays within the cap."""
     from graphrun.runtime.devices.cuda import CudaDevice
 
-    shares = [1.0]
+    shares = [0.9]
     total = 24 * GIB
     for name, fake in {
         "get_per_process_memory_fraction": lambda index: shares[-1],
@@ -181,4 +185,71 @@ def test_the_allocators_limit_is_that_of_the_cap_or_of_the_plan(
     ):
         with device.capped(cap, limit):
             assert int(shares[-1] * total) == expected + 8 * MIB
-        assert shares[-1] == 1.0
+        assert shares[-1] == 0.9
+
+
+def test_a_card_whose_properties_have_no_size_has_the_memory_that_it_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from graphrun.runtime.devices.cuda import CudaDevice
+
+    device = CudaDevice.__new__(CudaDevice)
+    device._index = 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (2 * GIB, 24 * GIB))
+    for properties in (SimpleNamespace(), SimpleNamespace(total_memory=0)):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, p=properties: p)
+        assert device._total_bytes == 24 * GIB
+
+
+def test_a_device_whose_events_have_no_time_still_has_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def untimed(*events: object) -> float:
+        raise ValueError("events have no time")
+
+    for elapsed, has_timing in ((untimed, False), (lambda *events: 0.0, True)):
+        device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
+        device._origin = SimpleNamespace(elapsed_time=elapsed)
+        monkeypatch.setattr(device, "_make_streams", lambda: None)
+        assert device._open_streams()
+        assert device._has_timing == has_timing
+    device._origin = None
+    monkeypatch.setattr(device, "_make_streams", untimed)
+    assert not device._open_streams()
+
+
+def test_memory_that_is_locked_at_allocation_begins_at_a_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tensor is counted with the bytes asked for, and keeps its memory."""
+    memory = torch.empty(4 * PAGESIZE, dtype=torch.uint8)
+    locked = memory[(1 - memory.data_ptr()) % PAGESIZE :]  # begins one byte behind a page
+    sizes = list[int]()
+
+    def empty(nbytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        sizes.append(nbytes)
+        return locked[:nbytes]
+
+    device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
+    device.arenas = Arenas()
+    device.kind = SimpleNamespace(pinning="at allocation")
+    device._backend = SimpleNamespace(is_current=True)
+    monkeypatch.setattr(torch, "empty", empty)
+    arena = device.arena(PAGESIZE + 5, pinned=True)
+    assert (arena.numel(), arena.data_ptr() % PAGESIZE) == (PAGESIZE + 5, 0)
+    assert device.arenas.nbytes("arenas") == PAGESIZE + 5
+    assert sizes == [2 * PAGESIZE + 5]
+
+
+def test_functions_are_tried_without_resetting_the_peaks_of_a_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = list[int]()
+    monkeypatch.setattr(torch.cpu, "memory_allocated", tried.append, raising=False)
+    monkeypatch.setattr(torch.cpu, "reset_peak_memory_stats", tried.append, raising=False)
+    backend = Backend("cpu")
+    backend.probe(7)
+    assert tried == [7], "only memory_allocated"
+    assert backend.function("memory_allocated") is None, "it returned no number"
+    assert backend.function("reset_peak_memory_stats") is not None

@@ -81,7 +81,8 @@ def test_a_trace_has_every_slot_and_every_event_in_seconds_from_its_start(
     assert [(s.phase, s.part) for s in trace.slots] == [(s.phase, s.part) for s in plan.slots]
     assert trace.slots[0].start_seconds == pytest.approx(0, abs=1e-4)
     assert all(0 <= e.start_seconds <= e.end_seconds <= trace.seconds + 1e-4 for e in trace.events)
-    assert [e.detail for e in trace.events if e.kind == "run"] == ["forward"] * 5
+    calls = [(e.detail, e.nbytes) for e in trace.events if e.kind == "run"]
+    assert calls == [("forward", 0)] * 5
     assert [e.component for e in trace.events if e.kind == "evict"] == ["a"] + ["b"] * 11
     assert trace.moved_bytes == sum(e.nbytes for e in trace.events) - sum(
         e.nbytes for e in trace.events if e.kind == "evict"

@@ -24,6 +24,16 @@ PAIR = """
     slot s0/0:a+b steady x2
     slot end
 """
+RESTORED = """
+    slot s0/0:a load
+    slot s0/0:a first
+    slot s0/0:a steady x2
+      spill latents
+    slot s1/0:b load
+      restore latents
+    slot s1/0:b first
+    slot end
+"""
 SAME = """
     slot s0/0:a load
     slot s0/0:a first
@@ -77,6 +87,30 @@ def test_slots_of_stages_that_a_run_leaves_out_open_on_the_way() -> None:
     ]
     with pytest.raises(BrokenPlan, match="b was called out of order"):
         cursor.enter("b")
+
+
+def test_a_stage_that_reads_a_restored_value_opens_its_load_slot_before_its_first_call() -> None:
+    phases = (("a", 3),), (("b", 1),)
+    cursor = cursor_of(RESTORED, *phases)
+    assert [cursor.begin("s0"), cursor.enter("a"), cursor.enter("a"), cursor.enter("a")] == [
+        [],
+        [0, 1],
+        [2],
+        [],
+    ]
+    assert [cursor.begin("s1"), cursor.enter("b"), cursor.finish()] == [[3], [4], [5]]
+    assert cursor.begin("s1") == []
+    cursor = cursor_of(RESTORED, *phases)
+    assert cursor.begin("s1") == [], "the load slot of s0 is next"
+    cursor.leave_out({"s0"})
+    assert [cursor.begin("s1"), cursor.enter("b")] == [[0, 1, 2, 3], [4]]
+
+
+def test_a_stage_without_a_restored_value_opens_its_slots_with_its_first_call() -> None:
+    cursor = two()
+    assert [cursor.begin("s0"), cursor.open_ahead(), cursor.begin("s0")] == [[], [0], []]
+    restored_first = TWO.replace("slot s0/0:a load", "slot s0/0:a load\n      restore latents")
+    assert cursor_of(restored_first, (("a", 3),), (("b", 1),)).open_ahead() == []
 
 
 def test_a_call_beyond_the_plan_stays_in_steady() -> None:

@@ -103,7 +103,8 @@ class Backend:
     def probe(self, index: int) -> None:
         """Call each function that graphrun can do without, once, for device ``index``.
 
-        For a backend about which nothing is known: its functions may raise anything.
+        For a backend about which nothing is known: its functions may raise anything. Peaks of the
+        process are not reset: only a run does that (`AcceleratorDevice.reset_peak`).
         """
         for name, (name_in_accelerator, call) in _OPTIONAL.items():
             functions = self._functions(name, name_in_accelerator)
@@ -156,7 +157,6 @@ _OPTIONAL: dict[str, tuple[str, Callable[[Any, int], Any]]] = {
     "memory_reserved": ("", _number),
     "max_memory_allocated": ("", _number),
     "max_memory_reserved": ("", _number),
-    "reset_peak_memory_stats": ("", lambda function, index: function(index)),
     "mem_get_info": ("get_memory_info", lambda function, index: [int(n) for n in function(index)]),
     "get_device_properties": ("", lambda function, index: function(index)),
     "get_per_process_memory_fraction": ("", lambda function, index: float(function(index))),
@@ -594,7 +594,7 @@ class AcceleratorDevice(Device):
         if not self._has_counters:
             self._own_bytes.reset_peaks()
         if (reset := self._backend.function("reset_peak_memory_stats")) is not None:
-            with suppress(RuntimeError, NotImplementedError):
+            with suppress(Exception):  # of another package's backend: opening does not try it
                 reset(self._index)
 
     def release_cached(self) -> None:
