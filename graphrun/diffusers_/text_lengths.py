@@ -66,7 +66,7 @@ class TextLengths:
                 and tensor.shape[-1] not in self.padded_lengths
             ):
                 raw = tensor.raw if isinstance(tensor, SimTensor) else tensor
-                rows = torch.atleast_2d(raw).tolist()
+                rows = raw.tolist() if raw.ndim == 2 else [raw.tolist()]
                 self.are_extended = self.are_extended or any(
                     _contains(row, text) for row in rows for text in self.text_ids
                 )
