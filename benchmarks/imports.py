@@ -368,7 +368,7 @@ def imported(source: Built, folder: Path) -> tuple[Graph, Any]:
     if all(
         type(part).__module__.startswith(("diffusers", "transformers"))
         for part in source.pipe.components.values()
-        if part
+        if part is not None
     ):
         return source.imported().write(folder / "graph.yaml"), None
     live = graphrun.from_pipeline(source.pipe)

@@ -310,7 +310,8 @@ def minimax_music3() -> dict[str, Any]:
     tokenizer = tiny_modular.qwen_tokenizer()
     return {
         "tokenizer": tokenizer,
-        "language_model": tiny("Qwen3ForCausalLM"),
+        # the numbers of audio tokens are constants of the blocks: 151,675 + 16,384 codes
+        "language_model": tiny("Qwen3ForCausalLM", vocab_size=168_064),
         "rvq_depth_decoder": d.MiniMaxMusic3RVQDepthDecoder(
             hidden_size=32,
             num_layers=2,
@@ -632,7 +633,7 @@ def imported(case: Case, want: list[Any]) -> dict[str, str]:
         NAMES.get(key, key): value
         for key, value in call.items()
         if isinstance(value, (bool, int, float, str)) or key.endswith("_list")
-    } | ({"workflow": case.workflow} if case.workflow and not case.pruned else {})
+    } | ({"workflow": case.workflow} if case.workflow else {})
     pipe = case.build()
     with tempfile.TemporaryDirectory() as folder:
         for source in ("object", "folder"):

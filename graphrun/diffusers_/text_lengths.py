@@ -4,7 +4,8 @@
     tokenizer(text, padding=True)           as many ids as the text has: each text needs a plan
     embeddings[mask]                        padded, then cut to the length of the text (Z-Image):
                                             likewise
-    [*ids, end, start]                      with special ids after the text (Cosmos 3): likewise
+    [*label, *ids, end]                     with further ids around the text's (Cosmos 3,
+                                            MiniMax-H3): likewise
 
 Pipelines also count a text's ids to warn about truncation. So only arguments of calls into
 components matter.
@@ -27,7 +28,7 @@ class TextLengths:
 
     ``padded_lengths``: fixed by padding to a maximum. ``text_lengths``: the texts' own lengths.
     ``text_ids``: the ids of texts of their own length. ``are_extended``: whether a component
-    received such ids with further ids after them.
+    received such ids with further ids around them.
     ``mask_lengths``: lengths of embeddings after masks of texts cut them. ``input_lengths`` and
     ``cut_input_lengths``: lengths of integer and of cut floating-point arguments of components.
     """
@@ -56,11 +57,19 @@ class TextLengths:
         for tensor in tensors_in(arguments):
             if tensor.is_floating_point():
                 self.cut_input_lengths |= self.mask_lengths.intersection(tensor.shape)
-            elif tensor.ndim > 1:
+                continue
+            if tensor.ndim > 1:
                 self.input_lengths.add(tensor.shape[-1])
-            elif tensor.ndim == 1 and tensor.dtype == torch.int64:
-                ids = tuple((tensor.raw if isinstance(tensor, SimTensor) else tensor).tolist())
-                self.are_extended |= any(ids[: len(text)] == text for text in self.text_ids)
+            if (
+                tensor.dtype == torch.int64
+                and tensor.ndim in (1, 2)
+                and tensor.shape[-1] not in self.padded_lengths
+            ):
+                raw = tensor.raw if isinstance(tensor, SimTensor) else tensor
+                rows = raw.tolist() if raw.ndim == 2 else [raw.tolist()]
+                self.are_extended = self.are_extended or any(
+                    _contains(row, text) for row in rows for text in self.text_ids
+                )
 
     def add_masks(self, operands: Iterable[torch.Tensor]) -> None:
         """Add the lengths that boolean masks among ``operands`` leave, if as long as a text.
@@ -118,3 +127,13 @@ class TextLengths:
             return encoding
 
         return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
+
+
+def _contains(row: list[int], ids: tuple[int, ...]) -> bool:
+    """Return whether ``ids`` stand in ``row`` one after the other."""
+    start = -1
+    for _ in range(row.count(ids[0])):
+        start = row.index(ids[0], start + 1)
+        if tuple(row[start : start + len(ids)]) == ids:
+            return True
+    return False

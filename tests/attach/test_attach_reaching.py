@@ -192,17 +192,22 @@ def test_a_length_that_is_an_earlier_texts_own_is_no_fixed_one() -> None:
     assert lengths.matter
 
 
-def test_ids_with_special_ids_after_them_make_texts_matter() -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [((), (1, 2)), ((3, 4), ()), ((3,), (1, 2))])
+def test_ids_with_further_ids_around_them_make_texts_matter(
+    before: tuple[int, ...], after: tuple[int, ...], rows: int
+) -> None:
     pipe = SimpleNamespace(tokenizer=tiny("tokenizer"))
-    extended, unrelated = TextLengths(), TextLengths()
-    for lengths in (extended, unrelated):
+    extended, unrelated, padded = TextLengths(), TextLengths(), TextLengths()
+    for lengths in (extended, unrelated, padded):
         with lengths.watch(pipe):
             ids = pipe.tokenizer("a ship")["input_ids"]
         unrelated_ids = [id_ + 1 for id_ in ids]
-        lengths.add_inputs(
-            (torch.tensor([*(ids if lengths is extended else unrelated_ids), 1, 2]),)
-        )
-    assert (extended.matter, unrelated.matter) == (True, False)
+        row = [*before, *(unrelated_ids if lengths is unrelated else ids), *after]
+        if lengths is padded:
+            lengths.add_lengths({len(row)}, is_padded=True)
+        lengths.add_inputs((torch.tensor(row if rows == 1 else [row, row]),))
+    assert (extended.matter, unrelated.matter, padded.matter) == (True, False, False)
 
 
 class Inspecting(diffusers.StableDiffusionPipeline):

@@ -3,6 +3,7 @@ a model adds itself."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import graphrun
 from graphrun.cli.importing import set_value
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.diffusers_.importing.folder import of_folder
-from graphrun.diffusers_.importing.signature import media_kind
+from graphrun.diffusers_.importing.signature import call_parameters, media_kind
 from graphrun.errors import GraphError, InputError
 
 SD = cases()["StableDiffusionPipeline"]
@@ -220,3 +221,12 @@ def test_components_that_share_weights_are_refused_for_a_graph_and_planned_live(
 )
 def test_a_set_value_that_is_no_yaml_is_a_text(text: str, value: object) -> None:
     assert set_value("lyrics", text) == value
+
+
+def test_a_workflow_that_several_inputs_select_requires_the_first() -> None:
+    pipe = diffusers.MiniMaxH3Blocks().init_pipeline()
+    required = inspect.Parameter.empty
+    defaults = {
+        workflow: call_parameters(pipe, workflow)["image"].default for workflow in ("", "fl2va")
+    }
+    assert (defaults[""], defaults["fl2va"]) == (None, required)

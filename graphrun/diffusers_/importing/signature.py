@@ -68,6 +68,8 @@ def call_parameters(pipeline: Any, workflow: str = "") -> Mapping[str, inspect.P
     if not is_modular_class(type(pipeline)):
         return inspect.signature(type(pipeline).__call__).parameters
     key_parameters = (pipeline._blocks._workflow_map or {}).get(workflow, ())
+    if isinstance(key_parameters, tuple):  # other inputs may select the same blocks
+        key_parameters = next(iter(key_parameters), ())
     parameters: dict[str, inspect.Parameter] = {}
     for block_input in pipeline._blocks.inputs:
         if block_input.name:
