@@ -44,8 +44,8 @@ class _Entry:
     ``host``: the tensor at ``locations`` while the block is not on the device; while there is no
     backing store, ``host`` is ``template``. ``template``: a tensor with the dtype and shape, on
     meta if a writer has the weights. ``bound``: a buffer's view on the device and its version,
-    while the module has it. ``written``: what the module's code last wrote to a buffer that is
-    read from files.
+    while the module has it. ``written_values``: what the module's code last wrote to a buffer
+    that is read from files.
     """
 
     offset: int
@@ -55,7 +55,7 @@ class _Entry:
     locations: tuple[TensorLocation, ...]
     strides: tuple[int, ...]
     bound: tuple[torch.Tensor, int] | None = None
-    written: torch.Tensor | None = None
+    written_values: torch.Tensor | None = None
 
     def assign(self, tensor: torch.Tensor) -> None:
         for location in self.locations:
@@ -63,8 +63,8 @@ class _Entry:
 
     def bind(self, view: torch.Tensor) -> None:
         """Give the module ``view``, on the device."""
-        if self.written is not None:
-            view.copy_(self.written)
+        if self.written_values is not None:
+            view.copy_(self.written_values)
         if self.locations[0].kind == "_buffers" and not view.is_inference():
             view = view.data  # copies to the device do not count in its version
             self.bound = view, view._version
@@ -472,7 +472,7 @@ class Residency:
         if not self.is_active:
             return
         block.bound = True
-        if any(entry.written is not None for entry in block.entries):
+        if any(entry.written_values is not None for entry in block.entries):
             self.wait_copy(path)
         if buffer is not block.buffer:
             for entry, view in block.views_in(buffer):
@@ -507,7 +507,7 @@ class Residency:
         if self.caller_owned and not entry.host.is_meta:
             entry.host.copy_(value)
         if not (self.caller_owned and isinstance(self.backing_store, Arena)):
-            entry.written = value.to("cpu", copy=True)
+            entry.written_values = value.to("cpu", copy=True)
 
     def deactivate(self) -> None:
         """Prepare for another dtype variant; loaded blocks stay on the device until evicted."""

@@ -193,9 +193,9 @@ def test_a_length_that_is_an_earlier_texts_own_is_no_fixed_one() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize(("before", "after"), [((), (1, 2)), ((3, 4), ()), ((3,), (1, 2))])
+@pytest.mark.parametrize(("prefix", "suffix"), [((), (1, 2)), ((3, 4), ()), ((3,), (1, 2))])
 def test_ids_with_further_ids_around_them_make_texts_matter(
-    before: tuple[int, ...], after: tuple[int, ...], rows: int
+    prefix: tuple[int, ...], suffix: tuple[int, ...], rows: int
 ) -> None:
     pipe = SimpleNamespace(tokenizer=tiny("tokenizer"))
     extended, unrelated, padded = TextLengths(), TextLengths(), TextLengths()
@@ -203,7 +203,7 @@ def test_ids_with_further_ids_around_them_make_texts_matter(
         with lengths.watch(pipe):
             ids = pipe.tokenizer("a ship")["input_ids"]
         unrelated_ids = [id_ + 1 for id_ in ids]
-        row = [*before, *(unrelated_ids if lengths is unrelated else ids), *after]
+        row = [*prefix, *(unrelated_ids if lengths is unrelated else ids), *suffix]
         if lengths is padded:
             lengths.add_lengths({len(row)}, is_padded=True)
         lengths.add_inputs((torch.tensor(row if rows == 1 else [row, row]),))

@@ -223,13 +223,13 @@ def test_memory_that_is_locked_at_allocation_begins_at_a_page(
 ) -> None:
     """The tensor is counted with the bytes asked for, and keeps its memory."""
     memory = torch.empty(4 * PAGESIZE, dtype=torch.uint8)
-    locked = memory[(1 - memory.data_ptr()) % PAGESIZE :]  # begins one byte behind a page
+    locked_memory = memory[(1 - memory.data_ptr()) % PAGESIZE :]  # begins one byte behind a page
     sizes = list[int]()
 
     def empty(nbytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
         assert pin_memory
         sizes.append(nbytes)
-        return locked[:nbytes]
+        return locked_memory[:nbytes]
 
     device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
     device.arenas = Arenas()
@@ -245,11 +245,11 @@ def test_memory_that_is_locked_at_allocation_begins_at_a_page(
 def test_functions_are_tried_without_resetting_the_peaks_of_a_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tried = list[int]()
-    monkeypatch.setattr(torch.cpu, "memory_allocated", tried.append, raising=False)
-    monkeypatch.setattr(torch.cpu, "reset_peak_memory_stats", tried.append, raising=False)
+    tried_indices = list[int]()
+    monkeypatch.setattr(torch.cpu, "memory_allocated", tried_indices.append, raising=False)
+    monkeypatch.setattr(torch.cpu, "reset_peak_memory_stats", tried_indices.append, raising=False)
     backend = Backend("cpu")
     backend.probe(7)
-    assert tried == [7], "only memory_allocated"
+    assert tried_indices == [7], "only memory_allocated"
     assert backend.function("memory_allocated") is None, "it returned no number"
     assert backend.function("reset_peak_memory_stats") is not None
