@@ -115,7 +115,7 @@ ROUNDING_RANGE = 4.0  # layers: how far rounding may move a column from its frac
 OPTIONS = {"threads": 1}
 COLUMN_TYPES = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
 # Heuristics of HiGHS for a first solution. They take half of its time where solutions are easy to
-# find and a quarter where they are not, so only ROUGH_GAP and `rounded` turn them on.
+# find and a quarter where they are not, so only ROUGH_GAP turns them on.
 SEARCHES = (
     "mip_heuristic_run_feasibility_jump",
     "mip_heuristic_run_rens",
@@ -292,8 +292,8 @@ class MilpModel:
             "mip_rel_gap": gap,
             "mip_max_nodes": nodes,
         }
-        uses_heuristics = gap == ROUGH_GAP or integers
-        options |= {} if uses_heuristics else dict.fromkeys(SEARCHES, False)
+        if gap != ROUGH_GAP:
+            options |= dict.fromkeys(SEARCHES, False)
         result = _run(lp, options, start)
         if start is not None and (
             result is None or not isclose(result.value, goal.at(result.values), rel_tol=1e-6)

@@ -366,9 +366,10 @@ def _minimise_staged(
         relaxed = model.minimise(objective, rows, whole=False)
         if relaxed is None:
             return None
-        simplest = model.minimise(objective, rows, whole=False, fixed=trial_columns)
-        if simplest is None or simplest.value > relaxed.value * (1 + gap):
-            trial_columns = formulation.variant_columns(formulation.chosen_in(relaxed.values))
+        if any(relaxed.values[column] != value for column, value in trial_columns.items()):
+            simplest = model.minimise(objective, rows, whole=False, fixed=trial_columns)
+            if simplest is None or simplest.value > relaxed.value * (1 + gap):
+                trial_columns = formulation.variant_columns(formulation.chosen_in(relaxed.values))
         start = model.minimise(objective, rows, gap=gap, fixed=trial_columns)
         if start is None and (rough := model.minimise(objective, rows, gap=ROUGH_GAP)) is not None:
             if fixed is None and gap >= ROUGH_GAP:
