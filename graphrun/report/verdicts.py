@@ -194,6 +194,8 @@ def gain_text(solution: Solution, seconds_alone: float | None, *, may_split: boo
     if seconds_alone is None:
         return f"without {names} nothing fits{copies_text}"
     alone_text = f"the first device alone takes {roughly(seconds_alone / problem.runs)} a run"
+    if problem.runs > 1:  # the first line names the first run and later ones
+        alone_text += f" on average, this plan {roughly(seconds / problem.runs)}"
     saves = "saves" if len(problem.secondaries) == 1 else "save"
     if seconds_alone < HELPS * seconds:
         return (
