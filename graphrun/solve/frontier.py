@@ -134,7 +134,6 @@ def quickly_solved(problem: Problem) -> Solution | None:
         "layers",
         "paged baselines",
         "slower disk",
-        "closer rounding",
     ):
         return solved(problem)
 

@@ -109,8 +109,7 @@ NODES_TIMES_COLUMNS = 8_000_000
 NODES, FEWEST_NODES = 1_000_000, 200
 GAP = 1e-6
 # distance from an integer; relative loss accepted for rounding
-INTEGRALITY, ROUNDING_GAP = 1e-6, 3e-4
-ROUGH_ROUNDING_GAP = 3e-3  # accepted without the strategy "closer rounding"
+INTEGRALITY, ROUNDING_GAP = 1e-6, 1e-3
 ROUNDING_RANGE = 4.0  # layers: how far rounding may move a column from its fractional value
 OPTIONS = {"threads": 1}
 COLUMN_TYPES = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
@@ -228,12 +227,11 @@ class MilpModel:
         columns: Collection[int],
         goal: Linear,
         gap: float,
-        most_loss: float = ROUNDING_GAP,
     ) -> MilpResult | None:
         """Minimise ``goal`` with integers in ``columns``. Return None without a solution.
 
         Columns stay within ROUNDING_RANGE of their values in ``relaxed``. First, columns with
-        integer values are fixed. If that is infeasible, or costs more than ``most_loss``, none is.
+        integer values are fixed. If that is infeasible, or costs more than ROUNDING_GAP, none is.
         """
         # columns this close to an integer are fixed; -1.0: none
         for fixed_distance in (INTEGRALITY, -1.0):
@@ -248,7 +246,7 @@ class MilpModel:
                 )
             result = self._solved(goal, (), gap, ranges, integers=columns)
             if result is not None and (
-                fixed_distance < 0 or result.value <= goal.at(relaxed.values) * (1 + most_loss)
+                fixed_distance < 0 or result.value <= goal.at(relaxed.values) * (1 + ROUNDING_GAP)
             ):
                 return replace(relaxed, values=result.values, value=result.value)
         return None

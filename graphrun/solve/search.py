@@ -18,8 +18,6 @@ from graphrun.solve.linear import (
     GAP,
     NODES,
     ROUGH_GAP,
-    ROUGH_ROUNDING_GAP,
-    ROUNDING_GAP,
     Linear,
     MilpResult,
     Row,
@@ -160,7 +158,6 @@ def choose(
                     layers,
                     _refine_goal(formulation)[0],
                     ROUNDING_GAPS[formulation.model.size > MOST_LARGE],
-                    ROUNDING_GAP if has("closer rounding") else ROUGH_ROUNDING_GAP,
                 )
                 or answer
             )

@@ -11,7 +11,6 @@ that it costs.
     reserved pages       reserve the page overhead in its own slot before reducing the budget
     paged baselines      try the baselines too where a plan with page overhead is not proven optimal
     slower disk          prefer a nearly equal plan that loses less on a slower disk
-    closer rounding      round layers again where rounding costs more than ROUNDING_GAP
     likely variants      solve large programs with one variant per component first
     main device          solve large programs of several devices for the main device too
 """
@@ -32,7 +31,6 @@ Strategy = Literal[
     "reserved pages",
     "paged baselines",
     "slower disk",
-    "closer rounding",
     "likely variants",
     "main device",
 ]
