@@ -26,6 +26,7 @@ from documents import PAGES, ROOT, STANDINS, Block, blocks, parts, quoted
 from pydantic import TypeAdapter
 
 from graphrun.graph.schema import GraphSpec
+from graphrun.serve.metrics import Metrics
 
 LANGUAGES = {"sh", "python", "yaml", "text", "powershell"}
 SAMPLE = ["docs/repeating.md"]
@@ -214,3 +215,11 @@ def run_page(page: str, run: list[Block], folder: Path, monkeypatch: pytest.Monk
                 assert block.fails in process.stderr, f"{place}: {line}\n{process.stderr}"
             else:
                 assert process.returncode == 0, f"{place}: {line}\n{process.stderr}"
+
+
+def test_metrics_that_the_page_of_the_server_names_exist() -> None:
+    """Of /metrics, also those that an example scales by."""
+    names = set(re.findall(r"\bgraphrun_[a-z_]+", (ROOT / "docs" / "serving.md").read_text()))
+    families = {family.name for family in Metrics().registry.collect()}
+    assert "graphrun_waiting_seconds" in names
+    assert {name.removesuffix("_total") for name in names} <= families
