@@ -1,6 +1,7 @@
 """Measure what each strategy of the search gains, over a sample of the cells of `planner.py`.
 
-    python benchmarks/ablation.py [MINUTES]      60 by default; goes on with results/ablation.json
+    python benchmarks/ablation.py [MINUTES]      60 by default, after ten of dry runs; goes on with
+                                                 results/ablation.json
     python benchmarks/ablation.py --report       writes results/ablation.md
 
 A cell is a graph, its budgets of VRAM and RAM, what is allowed, one run or ten, one card or two.
@@ -85,8 +86,9 @@ def solve(problem: Problem, *strategies: Strategy) -> tuple[float | None, float,
 def measure(minutes: float) -> None:
     """Solve cells for ``minutes``, and add their rows to the results."""
     rows: list[Row] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    remaining = all_cells()[len(rows) :]
     end = time.monotonic() + 60 * minutes
-    for conditions, problem in all_cells()[len(rows) :]:
+    for conditions, problem in remaining:
         if time.monotonic() > end:
             break
         seconds, cpu_seconds, consulted = solve(problem)
