@@ -566,7 +566,7 @@ main.main()
 
 def test_an_interrupt_inside_a_finalizer_is_not_lost() -> None:
     process = subprocess.run(
-        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=300, check=False
     )
     assert (process.returncode, process.stdout, process.stderr) == (
         130,

@@ -216,7 +216,7 @@ def test_a_browser_shows_it(
         [str(BROWSER), *options, "--dump-dom", probe_page.as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     ).stdout
     match = re.search(r'data-seen="([^"]*)"', dom)
@@ -228,7 +228,7 @@ def test_a_browser_shows_it(
     subprocess.run(
         [str(BROWSER), *options, f"--screenshot={picture}", pages[0].as_uri()],
         capture_output=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

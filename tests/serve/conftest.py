@@ -176,7 +176,7 @@ async def port_of(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     task = asyncio.ensure_future(server.serve([listener]))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(300):
             while not server.started:
                 await asyncio.sleep(0.01)
             yield Port(listener.getsockname()[1], service, server)

@@ -315,13 +315,13 @@ def test_600_connections_that_fall_silent_leave_the_server_reachable(
         host = httpx.URL(server.url)
         for number in range(600):
             connection = stack.enter_context(
-                socket.create_connection((host.host, host.port), timeout=60)
+                socket.create_connection((host.host, host.port), timeout=300)
             )
             connection.sendall(early[number % len(early)].replace(b"a key", b"a key for tests"))
             assert connection.recv(65536).startswith(b"HTTP/1.1 4")
             connection.sendall(b"1")
         assert [httpx.get(f"{server.url}/healthz").status_code for _ in range(20)] == [200] * 20
-        flood, sent_bytes = socket.create_connection((host.host, host.port), timeout=60), 0
+        flood, sent_bytes = socket.create_connection((host.host, host.port), timeout=300), 0
         with flood, contextlib.suppress(ConnectionError):
             flood.sendall(EARLY["no JSON, chunked"][1].replace(b"a key", b"a key for tests"))
             while sent_bytes < 256 * 2**20:

@@ -25,7 +25,7 @@ URL = "/v1/images/generations"
 
 def client_of(port: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port.number}", headers=HEADERS, timeout=60
+        base_url=f"http://127.0.0.1:{port.number}", headers=HEADERS, timeout=300
     )
 
 

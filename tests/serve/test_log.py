@@ -39,7 +39,7 @@ async def ended() -> None:
     """Starts a process of a server, and waits until it has ended."""
     died = asyncio.Event()
     Child(tells, Few(), lambda **_: None, died.set)  # type: ignore[arg-type]
-    await asyncio.wait_for(died.wait(), 60)
+    await asyncio.wait_for(died.wait(), 300)
 
 
 @pytest.mark.long

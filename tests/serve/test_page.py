@@ -45,7 +45,7 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
             [str(BROWSER), *options, "--remote-allow-origins=*", "about:blank"], stderr=err
         )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not (match := re.search(r"ws://([^/]+)/", log.read_text(errors="replace"))):
             assert time.monotonic() < deadline
             time.sleep(0.1)

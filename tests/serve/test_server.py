@@ -268,11 +268,11 @@ def test_a_planner_that_is_killed_is_replaced_and_nobody_waits_for_it_in_vain(se
         lambda: not first_planner.is_running() or first_planner.status() == psutil.STATUS_ZOMBIE
     )
     body = {"prompt": "a", "size": "48x32", "steps": 1}
-    answers = [server.client.post("/v1/images/generations", json=body, timeout=120)]
+    answers = [server.client.post("/v1/images/generations", json=body, timeout=600)]
     while answers[-1].status_code == 503:
         assert answers[-1].headers["retry-after"]
         time.sleep(1)
-        answers.append(server.client.post("/v1/images/generations", json=body, timeout=120))
+        answers.append(server.client.post("/v1/images/generations", json=body, timeout=600))
     assert answers[-1].status_code == 200
     assert planner().pid != first_planner.pid
 
