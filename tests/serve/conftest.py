@@ -158,7 +158,7 @@ async def port_of(
     **overrides: Any,
 ) -> AsyncIterator[Port]:
     """A port whose deadlines are an hour off but for ``bounds``. ``changed``: of its settings.
-    Everything ends after 10 s."""
+    Everything ends after five minutes."""
     from graphrun.serve.keys import ApiKey
     from graphrun.serve.server import http_server
     from graphrun.serve.service import Service
