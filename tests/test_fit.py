@@ -16,7 +16,7 @@ from graphrun import fitting
 from graphrun.cli.fitting import ram_for_weights
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Checkpoint
-from graphrun.graph.precisions import GGUF_MIXES, QUANTIZED
+from graphrun.graph.precisions import GGUF_MIXES, PLANNED_ONLY, QUANTIZED
 from graphrun.model.fit import Fit
 from graphrun.model.problem import Problem
 from graphrun.profile.hardware import hardware
@@ -95,9 +95,14 @@ def test_a_choice_has_a_command_and_its_sources(graphrun: Cli) -> None:
     summary = json.loads(output)
     assert code == 0
     assert (summary["want_seconds"], summary["basis"]) == (120.0, "data sheet")
-    best, *rest = summary["choices"]
+    best, *rest, svdquant = summary["choices"]
     assert best["within"]
     assert not rest[-1]["within"], "16 bits wait for the disk"
+    # what graphrun plans and does not run is last, however fast it is
+    assert svdquant["allow"] == ["4bit", "svdq-int4"]
+    assert svdquant["seconds"] < best["seconds"]
+    assert [row["planned_only"] for row in summary["choices"]] == [False] * (1 + len(rest)) + [True]
+    assert svdquant["sources"]["transformer"].startswith("nunchaku-tech/nunchaku-flux.1-dev/")
     for row in summary["choices"]:
         low, high = row["seconds_range"]
         assert low < row["seconds"] < high
@@ -114,6 +119,12 @@ def test_a_choice_has_a_command_and_its_sources(graphrun: Cli) -> None:
     assert max(map(len, output.splitlines())) <= 80
     assert "city96/t5-v1_1-xxl-encoder-gguf" in output
     assert "ranges: host copies vary" in " ".join(output.split())
+    assert " 4bit, svdq-int4 * " in output
+    assert "* planned only, not run: " in output
+    assert "within 2 min 0 s: 8bit, 4bit format" in " ".join(output.split())
+    # it does not count where nothing that runs is as fast
+    code, output, _ = graphrun("fit", "flux-dev", *LAPTOP, "--want", "60 s")
+    assert (code, "nothing runs within 60 s" in " ".join(output.split())) == (1, True)
     code, output, _ = graphrun("fit", "flux-dev", *LAPTOP, "--want", "1 s")
     assert (code, "nothing runs within 1.0 s" in " ".join(output.split())) == (1, True)
 
@@ -134,7 +145,7 @@ def test_choices_are_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monke
     rows = fitting.fit(graph, card, "1G", "1G", cache=tmp_path)
     assert rows
     assert rows == fitting.fit(graph, card, "1G", "1G")
-    monkeypatch.setattr("graphrun.solve.fits.fits_of", lambda _: ())
+    monkeypatch.setattr("graphrun.solve.fits.fits_of", lambda *_: ())
     assert rows == fitting.fit(graph, card, "1G", "1G", cache=tmp_path)
     assert not fitting.fit(graph, card, "1G", "2G", cache=tmp_path), "another budget"
     monkeypatch.setattr("graphrun.store.own_source", lambda: "other code")
@@ -243,6 +254,40 @@ def test_4bit_stands_for_the_formats_of_about_four_bits_that_a_graph_has() -> No
         package.load("flux-tiny").allowed(["4bit"])
 
 
+def test_precision_stands_for_the_formats_that_run() -> None:
+    graph = package.load("flux-dev")
+    assert "Q8_0" in graph.allowed(["precision"])
+    assert not set(PLANNED_ONLY).intersection(graph.allowed(["precision"]))
+    assert graph.allowed(["svdq-int4"]) == ("svdq-int4",)
+    with pytest.raises(package.InputError, match="svdq-fp4, svdq-int4"):
+        graph.allowed(["svdq"])
+
+
+@pytest.mark.sweep("more")
+def test_a_plan_with_a_planned_only_format_is_shown_and_not_run(
+    graphrun: Cli, tmp_path: Path
+) -> None:
+    options = ("--vram", "12G", "--ram", "32G", "--set", "height=64", "--set", "width=64")
+    card = ("--hardware", "rtx4070")
+    allow, file = ("--allow", "4bit,svdq-int4"), tmp_path / "plan.json"
+    words = ("flux-schnell", *options)
+    code, output, _ = graphrun("plan", *words, *card, *allow, "-o", str(file))
+    text = " ".join(output.split())
+    assert code == 0
+    assert "svdq-int4_r32-flux.1-schnell.safetensors, 6.28 GiB; apache-2.0; planned only" in text
+    assert "next, for a plan that runs: graphrun plan flux-schnell" in text
+    command = text.partition("that runs: ")[2].partition(" text_encoder_2 in")[0]
+    assert "svdq" not in command
+    assert "--allow 4bit" in command
+    refusal = (
+        "graphrun: transformer in svdq-int4 is planned only, since graphrun does not load SVDQuant "
+        "checkpoints: plan without --allow svdq-int4 (--allow 4bit has formats that run)\n"
+    )
+    permissions = ("--allow", "Q4_0,Q4_K_S,nf4,svdq-int4")
+    code, _, errors = graphrun("run", str(file), *permissions, "--prompt", "a lighthouse")
+    assert (code, errors.endswith(refusal)) == (2, True), errors
+
+
 def test_another_source_has_no_published_checkpoints() -> None:
     shipped, other = package.load("flux-dev"), package.load("flux-dev", source="owner/fine-tuned")
     assert shipped.components["transformer"].checkpoints
@@ -262,7 +307,10 @@ def test_a_component_reads_each_precision_from_its_own_source() -> None:
 
 
 @pytest.mark.sweep("more")
-@pytest.mark.parametrize("precision", ["bfloat16", *(name for name in QUANTIZED if name != "gguf")])
+@pytest.mark.parametrize(
+    "precision",
+    ["bfloat16", *(name for name in QUANTIZED if name != "gguf" and name not in PLANNED_ONLY)],
+)
 def test_with_the_memory_that_is_enough_a_run_is_at_most_3_percent_slower(
     precision: str, edit_graph: Callable[..., Graph]
 ) -> None:

@@ -93,7 +93,7 @@ def fit_command(
     inputs = dict(pair("--set", text, may_be_empty=True) for text in set_ or [])
     with _graph_file(model, trust_package) as (file, notes):
         graph = api.load(file, trust=trust_package or ())
-        rows = choices_for(graph, hardware, vram, ram, cache, inputs)
+        rows = choices_for(graph, hardware, vram, ram, cache, inputs, with_planned_only=True)
     trusted = [word for name in trust_package or [] for word in ("--trust-package", name)]
     file_name = model if _is_graph(model) else f"{graph.name}.yaml"
     words = ["graphrun", "plan", file_name, "--vram", vram or _gib(hardware.capacity_bytes)]
@@ -118,7 +118,7 @@ def fit_command(
         "choices": rows,
     }
     show(summary, as_json, fit_screen(summary, command, width()))
-    if not any(row["within"] for row in rows):
+    if not any(row["within"] for row in rows if not row["planned_only"]):
         raise typer.Exit(1 if rows else 3)
 
 
@@ -164,14 +164,24 @@ def choices_for(
     ram: str,
     cache: Path | None,
     inputs: Mapping[str, Any] | None = None,
+    *,
+    with_planned_only: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the choices of `graphrun.fitting.fit`. ``vram``: None is all of the card; ``ram``: the
-    budget for weights."""
+    budget for weights. ``with_planned_only``: also one that graphrun does not run."""
     from graphrun.fitting import fit
 
     with solving(), alive(f"what fits of {graph.name}"):
         budget = vram or hardware.capacity_bytes
-        return fit(graph, hardware, budget, ram, inputs=inputs, cache=cache)
+        return fit(
+            graph,
+            hardware,
+            budget,
+            ram,
+            inputs=inputs,
+            cache=cache,
+            with_planned_only=with_planned_only,
+        )
 
 
 def _is_graph(model: str) -> bool:

@@ -17,6 +17,7 @@ from graphrun.cli.options import PlanOptions, merge_options
 from graphrun.cli.terminal import alive, width
 from graphrun.disk_store import store_in
 from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
+from graphrun.graph.precisions import PLANNED_ONLY, planned_only_reason
 from graphrun.report import plan_files as planfile
 from graphrun.units import GIB, roughly, show_size
 
@@ -132,6 +133,8 @@ class GraphPlanner:
             "cache": self._cache,
         }
         graph_plan = self._solved(graph_plan, arguments)
+        if self.to_run:
+            _refuse_planned_only(graph_plan.solution)
         if chooses_files:
             downloads = self._missing(graph, graph_plan.solution)
         if self.advise and not graph_plan.interrupted:
@@ -143,6 +146,7 @@ class GraphPlanner:
         from graphrun.profile.hardware import is_present
 
         problem, graph = graph_plan.solution.problem, graph_plan.graph
+        _refuse_planned_only(graph_plan.solution)
         values = api.planned_inputs(problem, graph, self.options.inputs)
         graph = graph.until(problem.until)
         if not is_present(problem.hardware):
@@ -331,6 +335,12 @@ def _run_command(
 
     problem = graph_plan.solution.problem
     arguments = [f"{graph_plan.source}", options.flags]
+    if planned_only_reason(precisions_of(graph_plan.solution)):
+        names = [name.strip() for text in options.allow or () for name in text.split(",")]
+        allow = [name for name in names if name not in PLANNED_ONLY]
+        flags = replace(options, allow=allow or None).flags
+        words = ("graphrun plan", *filter(None, (f"{graph_plan.source}", flags)))
+        return f"next, for a plan that runs: {' '.join(words)}"
     if plan_file:
         fixed_names = dict(problem.settings)
         inputs = [text for text in options.set_ or [] if text.partition("=")[0] not in fixed_names]
@@ -387,6 +397,12 @@ def chooses_checkpoints(graph: Graph, options: PlanOptions) -> bool:
     )
 
 
+def _refuse_planned_only(solution: Solution) -> None:
+    """Raise InputError for a plan with a format that graphrun does not run."""
+    if reason := planned_only_reason(precisions_of(solution)):
+        raise InputError(reason)
+
+
 def precisions_of(solution: Solution) -> dict[str, str]:
     """Return the precision of each component in the plan ``solution``."""
     return {component.name: component.variants[0].precision for component in solution.components}
@@ -429,5 +445,6 @@ def checkpoint_lines(graph: Graph, precisions: Mapping[str, str]) -> tuple[str, 
         if (checkpoint := graph.components[name].checkpoint(precision)) is not None:
             size = f", {show_size(checkpoint.nbytes)}" if checkpoint.nbytes else ""
             licence = f"; {checkpoint.license}" if checkpoint.license else ""
-            lines.append(f"{name} in {precision} from {checkpoint.source}{size}{licence}")
+            mark = "; planned only, not run" if planned_only_reason({name: precision}) else ""
+            lines.append(f"{name} in {precision} from {checkpoint.source}{size}{licence}{mark}")
     return tuple(lines)

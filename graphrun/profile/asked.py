@@ -10,7 +10,7 @@ from dataclasses import replace
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Reference
-from graphrun.graph.precisions import GGUF_MIXES, QUANTIZED
+from graphrun.graph.precisions import QUANTIZED, is_published_only
 from graphrun.graph.values import did_you_mean, strings
 from graphrun.model.hardware import Hardware, KernelRates
 
@@ -53,7 +53,7 @@ def with_precisions(graph: Graph, texts: Iterable[str]) -> tuple[Graph, dict[str
     for text in strings(texts):
         component_name, _, precision_name = text.rpartition("=")
         precision = DTYPES.get(precision_name, precision_name)
-        formats_of_files = [name for name in QUANTIZED if name not in GGUF_MIXES]
+        formats_of_files = [name for name in QUANTIZED if not is_published_only(name)]
         choices = [*DTYPES, *formats_of_files, *FORMATS]
         if precision_name not in choices:
             raise InputError(

@@ -18,6 +18,11 @@ NOTE = (
     "the graph's own changes the output"
 )
 
+MARK = " *"
+PLANNED_ONLY_NOTE = (
+    "planned only, not run: graphrun does not load SVDQuant checkpoints; its command shows a plan"
+)
+
 
 def fit_screen(summary: Mapping[str, Any], command: str, width: int = 80) -> str:
     """Return the choices of ``summary``, best first, each with its command.
@@ -32,7 +37,7 @@ def fit_screen(summary: Mapping[str, Any], command: str, width: int = 80) -> str
     best, want = rows[0], summary["want_seconds"]
     verdict = f"fits: yes. {place}: {roughly(best['seconds'])} with {_name(best)}"
     if want is not None:
-        quick_rows = [row for row in rows if row["within"]]
+        quick_rows = [row for row in rows if row["within"] and not row["planned_only"]]
         verdict += (
             f"; within {roughly(want)}: {', '.join(map(_name, quick_rows))}"
             if quick_rows
@@ -41,7 +46,7 @@ def fit_screen(summary: Mapping[str, Any], command: str, width: int = 80) -> str
     head = ["format", "seconds", "range", *HEAD]
     lines = [
         [
-            _name(row),
+            _name(row) + MARK * row["planned_only"],
             f"{row['seconds']:.0f}",
             "{:.0f} to {:.0f}".format(*row["seconds_range"]),
             *(f"{row[key] / GIB:.1f}" for key in SIZES),
@@ -58,8 +63,11 @@ def fit_screen(summary: Mapping[str, Any], command: str, width: int = 80) -> str
         ),
         *(look.folded(f" {note}") for note in summary["notes"]),
     ]
+    if any(row["planned_only"] for row in rows):
+        parts.append(look.folded(f" {MARK.strip()} {PLANNED_ONLY_NOTE}"))
     for row in rows:
-        parts += ["", f"{_name(row)}: {_formats(row)}"]
+        mark = " (planned only)" * row["planned_only"]
+        parts += ["", look.folded(f"{_name(row)}{mark}: {_formats(row)}")]
         if row["quantizing_seconds"]:
             time = roughly(row["quantizing_seconds"])
             parts.append(look.folded(f" the first run also quantizes weights, once: about {time}"))
