@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from graphrun.errors import InputError
 
 PRECISIONS = {"nf4": "nf4", "nested": "nf4", "int8": "int8", "fp8": "fp8"}
+# need `pip install torchao==0.18.0`, which slows every import of diffusers
+TORCHAO = ("int8wo", "fp8wo")
 
 
 def cast_to_fp8(folder: Path) -> None:
@@ -60,6 +62,25 @@ def test_a_quantized_component_runs_as_diffusers_computes_it(
             child.support_avx512bf16_for_cpu = False
     flux.pipe.register_modules(transformer=reference.eval())
     assert equal(trace.outputs["image"], flux.expected())
+
+
+@pytest.mark.parametrize("precision", TORCHAO)
+def test_a_pipeline_with_a_component_quantized_by_torchao_runs_as_diffusers_computes_it(
+    precision: str, flux: Saved, tmp_path: Path
+) -> None:
+    """At a generous and at the smallest budget."""
+    folder = flux.folder / "transformer"
+    quantized_flux(folder, precision)
+    graph = flux.imported().write(tmp_path / "graph.yaml")
+    assert graph.component("transformer").precision == (precision,)
+    reference: Any = loaded(folder)
+    flux.pipe.register_modules(transformer=reference.eval())
+    expected, peaks = flux.expected(), []
+    for at_minimum in (False, True):
+        trace = run(graph, planned(graph, flux.inputs, at_minimum=at_minimum), flux.inputs)
+        assert equal(trace.outputs["image"], expected), at_minimum
+        peaks.append(trace.peak_bytes)
+    assert peaks[1] < 0.7 * peaks[0], "the weights do not fit the smallest budget"
 
 
 @pytest.mark.parametrize(
