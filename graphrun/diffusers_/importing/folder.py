@@ -437,10 +437,12 @@ def _quantization(config: Mapping[str, Any], location: str) -> str:
         if name in TORCHAO_CONFIGS:
             return TORCHAO_CONFIGS[str(name)]
         method += f" as {name}"
+    attaching = ""  # weights of torchao and quanto are made of several tensors
     if method == "bitsandbytes":
         method += f" in {kind}" + (f" with llm_int8_threshold {threshold}" if is_int8 else "")
+        attaching = ", or load this one with diffusers and type graphrun.attach(pipe, vram=...)"
     raise InputError(
         f"{location} was quantized by {method}, and graphrun reads nf4, int8, fp8, and of torchao "
-        f"{' and '.join(TORCHAO_CONFIGS)}: take a folder in 16 bits and plan it with --allow nf4, "
-        "or load this one with diffusers and type graphrun.attach(pipe, vram=...)"
+        f"{' and '.join(TORCHAO_CONFIGS)}: take a folder in 16 bits and plan it with --allow nf4"
+        f"{attaching}"
     )
