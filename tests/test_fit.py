@@ -207,10 +207,59 @@ def test_what_fit_refuses(graphrun: Cli) -> None:
         (("list", "--card", "sim"), "sim is no card"),
         (("fit", "flux-tiny", "--want", "soon"), "--want: 'soon' is not a time"),
         (("fit", "flux-tiny", "--card", "rtx9999"), "rtx9999"),
+        (
+            ("fit", "flux-tiny", "--card", "4060"),
+            "did you mean 'rtx4060', 'rtx4060ti' or 'rtx4060laptop'?",
+        ),
+        (
+            ("fit", "flux-tiny", "--card", "NVIDIA GeForce RTX 4060 Laptop GPU"),
+            "did you mean 'rtx4060laptop'?",
+        ),
+        (
+            ("fit", "flux", *LAPTOP),
+            "no graph of graphrun's own has this name; did you mean flux-dev",
+        ),
+        (("fit", "FLUX.1-dev", *LAPTOP), "graphrun's own graph of black-forest-labs/FLUX.1-dev is"),
+        (("import", "flux-dev", "-o", "x.yaml"), "type its name: graphrun plan flux-dev"),
     ):
         code, output, err = graphrun(*arguments)
         assert (code, output) == (2, ""), arguments
         assert words in err
+
+
+def test_a_folder_with_one_file_of_weights_names_the_file(graphrun: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "flux1-dev-Q4_K_S.gguf"
+    file.write_bytes(b"GGUF")
+    for words in (("fit", str(tmp_path), *LAPTOP), ("import", str(tmp_path), "-o", "x.yaml")):
+        code, _, err = graphrun(*words)
+        assert code == 2
+        assert f"for {file.name} in it, type its path: {file}" in err
+
+
+def test_a_source_that_lacks_a_component_is_refused_before_a_plan(
+    graphrun: Cli, tmp_path: Path
+) -> None:
+    """Planning reads no weights, but a plan for a folder that cannot be run is no answer."""
+    words = ("plan", "flux-tiny", "--vram", "64M", "--ram", "1G", "--hardware", "rtx4060laptop")
+    code, output, err = graphrun(*words, "--source", str(tmp_path / "nowhere"))
+    assert (code, output) == (2, "")
+    assert f"--source {tmp_path / 'nowhere'}: there is no such folder or file" in err
+    (tmp_path / "flux1-dev-Q4_K_S.gguf").write_bytes(b"GGUF")
+    code, output, err = graphrun(*words, "--source", str(tmp_path))
+    assert (code, output) == (2, "")
+    assert f"--source {tmp_path}: it has no folder text_encoder: give a folder in the layout" in err
+    assert f"graphrun import {tmp_path / 'flux1-dev-Q4_K_S.gguf'} -o flux-tiny.yaml" in err
+
+
+@pytest.mark.sweep("more")
+def test_where_nothing_is_as_fast_as_wanted_the_screen_says_what_is_faster(graphrun: Cli) -> None:
+    machine = ("--card", "rtx4060laptop", "--ram", "16G")
+    code, output, _ = graphrun("fit", "flux-tiny", *machine, "--want", "1ms")
+    text = " ".join(output.split())
+    assert code == 1
+    assert "nothing runs within 1 ms" in text
+    assert "Fewer steps and smaller pictures are faster: add --set steps=" in text
+    assert " or --set height=" in text
 
 
 def test_list_shows_the_best_choice_of_each_graph(

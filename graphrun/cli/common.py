@@ -203,13 +203,43 @@ def load(path: Path, options: PlanOptions) -> Graph:
 
 
 def load_as_typed(path: Path, options: PlanOptions) -> Graph:
-    """Load the graph at ``path`` with the packages, source and components in ``options``."""
-    return api.load(
+    """Load the graph at ``path`` with the packages, source and components in ``options``. Raises
+    InputError for a local source that lacks a component: nothing could run a plan for it."""
+    source = options.source
+    is_local = source is not None and (source.startswith((".", "~", "/")) or "/" not in source)
+    if source is not None and is_local and not Path(source).expanduser().exists():
+        raise InputError(
+            f"--source {source}: there is no such folder or file; give the path of one, or a "
+            "repository (owner/name)"
+        )
+    graph = api.load(
         path,
         trust=options.trust_package or (),
-        source=options.source,
+        source=source,
         absent=options.absent or (),
     )
+    if source is not None and (folder := Path(source).expanduser()).is_dir():
+        _refuse_without_components(graph, folder.resolve(), source)
+    return graph
+
+
+def _refuse_without_components(graph: Graph, folder: Path, source: str) -> None:
+    """Raise InputError if ``folder``, the ``source`` as typed, lacks a component of ``graph``."""
+    for component in graph.components.values():
+        place = Path(component.source or "")
+        if not place.is_absolute() or not place.is_relative_to(folder) or place.exists():
+            continue
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".gguf")
+        text = (
+            f"--source {source}: it has no folder {place.name}: give a folder in the layout of "
+            "diffusers, or leave --source out"
+        )
+        if files:
+            text += (
+                f"; for the GGUF file: graphrun import {files[0]} -o {graph.name}.yaml "
+                "--config OWNER/NAME, the repository of the model"
+            )
+        raise InputError(text)
 
 
 def parse_reuse(reuse: str) -> Any:

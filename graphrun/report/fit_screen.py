@@ -24,10 +24,13 @@ PLANNED_ONLY_NOTE = (
 )
 
 
-def fit_screen(summary: Mapping[str, Any], command: str, width: int = 80) -> str:
+def fit_screen(
+    summary: Mapping[str, Any], command: str, width: int = 80, faster_options: str = ""
+) -> str:
     """Return the choices of ``summary``, best first, each with its command.
 
-    ``command``: shows what would help where nothing fits.
+    ``command``: shows what would help where nothing fits. ``faster_options``: what to add to a
+    command for fewer steps or a smaller picture.
     """
     look, rows = Look(width), summary["choices"]
     place = f"{summary['graph']} on {summary['hardware']} ({summary['basis']})"
@@ -43,6 +46,8 @@ def fit_screen(summary: Mapping[str, Any], command: str, width: int = 80) -> str
             if quick_rows
             else f"; nothing runs within {roughly(want)}"
         )
+        if not quick_rows and faster_options:
+            verdict += f". Fewer steps and smaller pictures are faster: add {faster_options}"
     head = ["format", "seconds", "range", *HEAD]
     lines = [
         [

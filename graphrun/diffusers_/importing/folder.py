@@ -278,10 +278,21 @@ def _index(folder: Path, origin: str) -> Mapping[str, Any]:
         kind_text = (
             "a component's folder: give the one above it"
             if (folder / "config.json").is_file()
-            else "no pipeline of diffusers"
+            else f"no pipeline of diffusers{_single_file(folder, origin)}"
         )
         raise InputError(f"{origin} has no {INDEX}: it is {kind_text}")
     return read_json(folder / INDEX)
+
+
+def _single_file(folder: Path, origin: str) -> str:
+    """Return what to type for a file with weights in ``folder``, or in the repository ``origin``,
+    which is no pipeline; "" if there is none."""
+    if not Path(origin).expanduser().exists():
+        return (
+            f"; for one file of it: hf download {origin} FILE, and give the path that this prints"
+        )
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".gguf", ".safetensors"))
+    return f"; for {files[0].name} in it, type its path: {files[0]}" if files else ""
 
 
 def _pipeline(name: Any, origin: str, trust: tuple[str, ...]) -> str:
