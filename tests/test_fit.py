@@ -323,6 +323,7 @@ def test_a_plan_with_a_planned_only_format_is_shown_and_not_run(
     code, output, _ = graphrun("plan", *words, *card, *allow, "-o", str(file))
     text = " ".join(output.split())
     assert code == 0
+    assert output.startswith("fits: yes, but planned only. ")
     assert "svdq-int4_r32-flux.1-schnell.safetensors, 6.28 GiB; apache-2.0; planned only" in text
     assert "next, for a plan that runs: graphrun plan flux-schnell" in text
     command = text.partition("that runs: ")[2].partition(" text_encoder_2 in")[0]
