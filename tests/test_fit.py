@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import graphrun as package
 from graphrun import fitting
 from graphrun.cli.fitting import ram_for_weights
+from graphrun.cli.planning import ram_note
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Checkpoint
 from graphrun.graph.precisions import GGUF_MIXES, PLANNED_ONLY, QUANTIZED
@@ -225,6 +227,26 @@ def test_what_fit_refuses(graphrun: Cli) -> None:
         code, output, err = graphrun(*arguments)
         assert (code, output) == (2, ""), arguments
         assert words in err
+
+
+@pytest.mark.parametrize(
+    ("ram_gib", "taken_gib", "note"),
+    [
+        (16, 15, "a machine with 16 GiB of RAM has some 12 free: plan with --ram 12G"),
+        (16, 11, ""),
+        (12, 11.5, ""),
+        (32, 29, "a machine with 32 GiB of RAM has some 28 free: plan with --ram 28G"),
+    ],
+)
+def test_a_plan_that_takes_all_of_a_machines_ram_has_a_note(
+    ram_gib: int, taken_gib: float, note: str
+) -> None:
+    """People type the size of their machine, which a plan takes as what weights may have."""
+    solution: Any = SimpleNamespace(
+        problem=SimpleNamespace(ram_bytes=ram_gib * GIB, hardware=hardware("rtx4060laptop")),
+        simulation=SimpleNamespace(host_peak_bytes=int(taken_gib * GIB)),
+    )
+    assert ram_note(solution) == note
 
 
 def test_a_folder_with_one_file_of_weights_names_the_file(graphrun: Cli, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
 from graphrun.systems import spills_vram
-from graphrun.units import parse_size, show_size
+from graphrun.units import GIB, parse_size, show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -184,6 +184,14 @@ def cards_for(options: PlanOptions, cache: Path | None, *, to_run: bool = False)
     return devices.cards_for(
         options.vram, options.memory, options.hardware, options.device, cache, to_run=to_run
     )
+
+
+SYSTEM_BYTES = 4 * GIB  # of RAM, for the system, a browser, and what a run takes beside weights
+
+
+def system_bytes(ram_bytes: int) -> int:
+    """Return the bytes of RAM that weights leave to the system on a machine with ``ram_bytes``."""
+    return min(SYSTEM_BYTES, ram_bytes // 4)
 
 
 def load(path: Path, options: PlanOptions) -> Graph:

@@ -20,13 +20,14 @@ from graphrun.cli.common import (
     native_stdout_to_stderr,
     show,
     solving,
+    system_bytes,
 )
 from graphrun.cli.options import NoCache, Sets, Trust, option, pair
 from graphrun.cli.terminal import alive, width
 from graphrun.devices import hardware_for
 from graphrun.errors import InputError
 from graphrun.graph.shipped import shipped_graphs
-from graphrun.units import GIB, parse_seconds, parse_size
+from graphrun.units import parse_seconds, parse_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -48,9 +49,6 @@ RamOf = Annotated[
         metavar="SIZE",
     ),
 ]
-
-
-SYSTEM_BYTES = 4 * GIB  # of RAM, for the system, a browser, and what a run takes beside weights
 
 
 @app.command("fit")
@@ -154,12 +152,12 @@ def card_called(name: str | None, cache: Path | None) -> Hardware:
 def ram_for_weights(ram: str) -> str:
     """Return the RAM budget for weights, as text, on a machine with ``ram``.
 
-    A size has SYSTEM_BYTES or a quarter less; ``auto`` and shares of it are of free RAM already.
+    A size has `system_bytes` less; ``auto`` and shares of it are of free RAM already.
     """
     if ram == "auto" or ram.strip().endswith("%"):
         return ram
     nbytes = parse_size(ram, name="--ram")
-    return _gib(nbytes - min(SYSTEM_BYTES, nbytes // 4))
+    return _gib(nbytes - system_bytes(nbytes))
 
 
 def budget_notes(hardware: Hardware, vram: str | None, ram: str) -> list[str]:

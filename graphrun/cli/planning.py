@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrun import api
-from graphrun.cli.common import cache_folder, cards_for, load, load_as_typed, solving, with_budget
+from graphrun.cli.common import (
+    cache_folder,
+    cards_for,
+    load,
+    load_as_typed,
+    solving,
+    system_bytes,
+    with_budget,
+)
 from graphrun.cli.downloads import Told, required_downloads
 from graphrun.cli.options import PlanOptions, merge_options
 from graphrun.cli.terminal import alive, width
@@ -315,7 +323,15 @@ def look(
         verbose,
         product,
         _run_command(graph_plan, graph, options, output_file or graph_plan.plan_file, reuse),
-        desktop_note(problem.hardware, problem.budget_bytes),
+        "; ".join(
+            filter(
+                None,
+                (
+                    desktop_note(problem.hardware, problem.budget_bytes),
+                    ram_note(graph_plan.solution),
+                ),
+            )
+        ),
         suggestion,
         suggestion_command,
         (
@@ -369,6 +385,30 @@ def desktop_note(hardware: Hardware, budget_bytes: int) -> str:
     return (
         f"a desktop leaves {minimum} to {maximum} GiB free; a run that takes more is slow on "
         "Windows"
+    )
+
+
+MACHINES_GIB = (8, 16, 24, 32, 48, 64, 96, 128)  # of RAM, as machines are sold
+
+
+def ram_note(solution: Solution) -> str:
+    """Return what to type for a plan that takes all RAM of another machine; "" for other plans.
+
+    People type the size of their machine, and ``--ram`` is what weights may take of it.
+    """
+    from graphrun.profile.hardware import is_present
+
+    problem = solution.problem
+    free_bytes = problem.ram_bytes - system_bytes(problem.ram_bytes)
+    if (
+        problem.ram_bytes not in [size * GIB for size in MACHINES_GIB]
+        or solution.simulation.host_peak_bytes <= free_bytes
+        or is_present(problem.hardware)
+    ):
+        return ""
+    return (
+        f"a machine with {problem.ram_bytes // GIB} GiB of RAM has some {free_bytes // GIB} free: "
+        f"plan with --ram {free_bytes // GIB}G"
     )
 
 
