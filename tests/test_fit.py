@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -289,10 +290,17 @@ def test_list_shows_the_best_choice_of_each_graph(
 ) -> None:
     monkeypatch.setattr("graphrun.cli.graphs.shipped_graphs", lambda: ("flux-dev", "flux-tiny"))
     monkeypatch.setattr("graphrun.api.load", lambda name, **_: package.load("flux-tiny"))
+    activities: list[str] = []
+    monkeypatch.setattr(
+        "graphrun.cli.fitting.alive", lambda text: activities.append(text) or nullcontext()
+    )
     code, output, _ = graphrun("list", *LAPTOP, "--json")
     assert code == 0
     (row,) = json.loads(output)["graphs"]
     assert (row["name"], row["best"]["allow"]) == ("flux-dev", [])
+    assert not row["best"]["planned_only"]
+    # the first list makes a dry run of each graph, so it says how far it is
+    assert activities == ["what fits of flux-tiny (1 of 1)"]
     _, output, _ = graphrun("list", *LAPTOP)
     assert output.splitlines()[1].split()[:5] == ["flux-dev", "as", "in", "the", "graph"]
 

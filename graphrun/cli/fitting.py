@@ -182,12 +182,14 @@ def choices_for(
     inputs: Mapping[str, Any] | None = None,
     *,
     with_planned_only: bool = False,
+    progress: str = "",
 ) -> list[dict[str, Any]]:
     """Return the choices of `graphrun.fitting.fit`. ``vram``: None is all of the card; ``ram``: the
-    budget for weights. ``with_planned_only``: also one that graphrun does not run."""
+    budget for weights. ``with_planned_only``: also one that graphrun does not run.
+    ``progress``: shown after the name of the graph."""
     from graphrun.fitting import fit
 
-    with solving(), alive(f"what fits of {graph.name}"):
+    with solving(), alive(f"what fits of {graph.name}{progress}"):
         budget = vram or hardware.capacity_bytes
         return fit(
             graph,
