@@ -39,8 +39,8 @@ def refuse_other_formats(allow: tuple[str, ...], hardware: Hardware) -> None:
     card_format = four_bit_format(hardware)
     for name in PLANNED_ONLY:
         if name in allow and name != card_format:
-            remedy = f"allow {card_format} in its place" if card_format else "leave it out"
+            suggestion = f"allow {card_format} in its place" if card_format else "leave it out"
             raise InputError(
                 f"allow {name}: {hardware.name} does not multiply it, which takes compute "
-                f"capability {CAPABILITIES[name]}: {remedy}"
+                f"capability {CAPABILITIES[name]}: {suggestion}"
             )
