@@ -43,6 +43,7 @@ FIT_NAMES = (
     "qwen-image",
     "wan22-t2v",
     "hidream",
+    "ltx2",
 )
 # graphs planned with `--allow compile`
 COMPILED = ("wan-animate-2",)
@@ -152,7 +153,7 @@ The first choice of `graphrun fit GRAPH --card CARD --ram RAM` with the RTX 4060
 
 """
 FITS_TAIL = """
-Each took {seconds} CPU seconds with a wheel's dry run, and {cached} from the cache (user \
+Each{untimed} took {seconds} CPU seconds with a wheel's dry run, and {cached} from the cache (user \
 time on two cores of a busy Xeon at 2.5 GHz), by \
 `python benchmarks/graph_table.py --fits`.
 """
@@ -211,9 +212,13 @@ def fits_table() -> str:
     lines = [f"| graph | {' | '.join(head)} |", f"|---{'|---' * len(machines)}|"]
     for name in FIT_NAMES:
         lines.append(f"| {name} | {' | '.join(cells[name, *machine] for machine in machines)} |")
-    seconds = _range([row["cpu_seconds"] for row in rows])
+    seconds = _range([row["cpu_seconds"] for row in rows if "cpu_seconds" in row])
     cached = _range([row["cached_cpu_seconds"] for row in rows if "cached_cpu_seconds" in row])
-    tail = FITS_TAIL.format(seconds=seconds, cached=cached)
+    # rows from another machine have no CPU seconds: these would not compare
+    untimed = ", ".join(sorted({row["graph"] for row in rows if "cpu_seconds" not in row}))
+    tail = FITS_TAIL.format(
+        untimed=f" but {untimed}" * bool(untimed), seconds=seconds, cached=cached
+    )
     return FITS_HEAD + "\n".join(lines) + "\n" + tail
 
 

@@ -350,7 +350,7 @@ def set_verdicts(results: dict[str, Any], date: str) -> None:
 
 
 def verdict_table(verdicts: Mapping[str, Any]) -> list[str]:
-    """Return the table of wrong verdicts, as in docs/estimating.md."""
+    """Return the table of wrong verdicts; benchmarks/README.md has their sums."""
     lines = [
         "| fits in | runs that do | wrong: estimate | wrong: 1.2 x weights |",
         "|---|---|---|---|",

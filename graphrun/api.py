@@ -144,13 +144,14 @@ def estimate(
     values = graph.for_planning(inputs)
 
     from graphrun.model.precomputed import without
+    from graphrun.profile.four_bits import refuse_other_formats
     from graphrun.store import problem_for
 
     if runs < 1:
         raise InputError(f"runs {runs}: a session has at least one run")
-    limits = replace(
-        limits, runs=runs, allow=graph.allowed(allow), keeps_quantized=cache is not None
-    )
+    permissions = graph.allowed(allow)
+    refuse_other_formats(permissions, card)
+    limits = replace(limits, runs=runs, allow=permissions, keeps_quantized=cache is not None)
     problem = replace(problem_for(graph, values, card, limits, store_in(cache)), until=until or "")
     stages = tuple(dict.fromkeys(name.partition(".")[0] for name in strings(precomputed)))
     if not stages:

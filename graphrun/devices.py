@@ -229,9 +229,9 @@ def hardware_for(
         if detected_card is None and to_run:
             label = (card or estimates.default_of(kind)).kind.label
             raise InputError(
-                f"no {label} found to run on; run on the CPU (--device cpu --memory 8G, in "
-                "Python device='cpu', memory='8G') or on the simulated accelerator (--device sim, "
-                "device='sim')"
+                f"no {label} found to run on: graphrun doctor shows why; or run on the CPU "
+                "(--device cpu --memory 8G, in Python device='cpu', memory='8G') or on the "
+                "simulated accelerator (--device sim, device='sim')"
             )
         card = card or detected_card or estimates.default_of(kind)
     return card

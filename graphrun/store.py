@@ -25,7 +25,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -41,6 +41,7 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
 from graphrun.graph.media import size_text
 from graphrun.graph.parts import Reference
+from graphrun.graph.precisions import CLASSES
 from graphrun.graph.shipped import graphs_folder
 from graphrun.model.fit import Fit
 from graphrun.model.hardware import Hardware
@@ -282,14 +283,18 @@ def suggestions_for(
     return worthwhile(speedup_list, solution)
 
 
-def fits_for(problem: Problem, store: Store | None) -> tuple[Fit, ...]:
+def fits_for(
+    problem: Problem, store: Store | None, classes: Collection[str] = tuple(CLASSES)
+) -> tuple[Fit, ...]:
     """Return `graphrun.solve.fits.fits_of`, from ``store`` or solved for."""
     key = _plan_key(problem) if store is not None else ""
+    if key and set(classes) != set(CLASSES):
+        key = f"{key}-{'-'.join(classes) or 'unchanged'}"
     fits = _stored(store, "fits", key, partial(validated, tuple[Fit, ...]))
     if fits is None:
         from graphrun.solve.fits import fits_of  # imports highspy
 
-        fits = fits_of(problem)
+        fits = fits_of(problem, classes)
         if store is not None:
             store.put_json("fits", key, [asdict(fit) for fit in fits])
     return fits

@@ -171,6 +171,41 @@ def test_published_figures_are_those_of_the_rows(part: Any) -> None:
     assert 10 * results["constants"] <= len(timed_rows)
 
 
+def test_recorded_verdicts_are_those_of_the_rows_and_the_page(part: Any) -> None:
+    """Whether published runs fit in cards: by the estimate without a margin, and by the rule."""
+    published = part("published")
+    results = json.loads((BENCHMARKS / "results/published.json").read_text())
+    recorded = results["verdicts"]["cards"]
+    published.set_verdicts(results, "today")
+    assert results["verdicts"]["cards"] == recorded
+    counts = {
+        name: [
+            sum(card["wrong"][name][text] for card in recorded.values()) for text in ("yes", "no")
+        ]
+        for name in ("estimate", "rule")
+    }
+    runs = sum(card["runs"] for card in recorded.values())
+    (yes, no), rule = counts["estimate"], counts["rule"]
+    page = " ".join((BENCHMARKS / "README.md").read_text().split())
+    assert no == 0
+    assert f"Of {runs} verdicts, {yes} of the estimates are wrong (all yes in place of no)" in page
+    assert f'{sum(rule)} of the rule "1.2 times the weights" ({rule[0]} yes, {rule[1]} no)' in page
+
+
+def test_a_verdict_has_no_margin(part: Any) -> None:
+    """An estimate of exactly the card's memory fits; the rule is 1.2 times the weights."""
+    published = part("published")
+    row = {"engine": "diffusers", "arguments": "sdxl", "weights_gib": 10.0}
+    peak = {"estimated": 12.0, "published": 12.001}
+    results: dict[str, Any] = {"rows": [{**row, "peak_gib": peak}]}
+    results["rows"][0] |= {name: "" for name in published.ABOUT if name not in row}
+    published.set_verdicts(results, "today")
+    wrong = {size: card["wrong"] for size, card in results["verdicts"]["cards"].items()}
+    assert wrong["12"] == {"estimate": {"yes": 1, "no": 0}, "rule": {"yes": 1, "no": 0}}
+    assert wrong["8"] == wrong["16"] == wrong["24"]
+    assert not any(wrong["16"]["estimate"].values())
+
+
 def test_published_peaks_are_met(part: Any) -> None:
     """In 16 bits 90 % of the peaks are within 3 %, quantized 80 % within 8 %."""
     published = part("published")

@@ -38,7 +38,9 @@ def test_a_kind_without_a_device_is_refused_to_run_and_planned_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hardware, "detect", lambda kind=None: None)
-    with pytest.raises(InputError, match="no XPU device found to run on"):
+    with pytest.raises(
+        InputError, match="no XPU device found to run on: graphrun doctor shows why; or"
+    ):
         hardware_for(None, "xpu", to_run=True)
     assert hardware_for(None, "xpu").device == "xpu"
 

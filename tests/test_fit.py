@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ import pytest
 import graphrun as package
 from graphrun import fitting
 from graphrun.cli.fitting import ram_for_weights
+from graphrun.cli.planning import ram_note
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Checkpoint
-from graphrun.graph.precisions import GGUF_MIXES, QUANTIZED
+from graphrun.graph.precisions import GGUF_MIXES, PLANNED_ONLY, QUANTIZED
 from graphrun.model.fit import Fit
 from graphrun.model.problem import Problem
 from graphrun.profile.hardware import hardware
@@ -95,9 +98,14 @@ def test_a_choice_has_a_command_and_its_sources(graphrun: Cli) -> None:
     summary = json.loads(output)
     assert code == 0
     assert (summary["want_seconds"], summary["basis"]) == (120.0, "data sheet")
-    best, *rest = summary["choices"]
+    best, *rest, svdquant = summary["choices"]
     assert best["within"]
     assert not rest[-1]["within"], "16 bits wait for the disk"
+    # what graphrun plans and does not run is last, however fast it is
+    assert svdquant["allow"] == ["4bit", "svdq-int4"]
+    assert svdquant["seconds"] < best["seconds"]
+    assert [row["planned_only"] for row in summary["choices"]] == [False] * (1 + len(rest)) + [True]
+    assert svdquant["sources"]["transformer"].startswith("nunchaku-tech/nunchaku-flux.1-dev/")
     for row in summary["choices"]:
         low, high = row["seconds_range"]
         assert low < row["seconds"] < high
@@ -114,6 +122,12 @@ def test_a_choice_has_a_command_and_its_sources(graphrun: Cli) -> None:
     assert max(map(len, output.splitlines())) <= 80
     assert "city96/t5-v1_1-xxl-encoder-gguf" in output
     assert "ranges: host copies vary" in " ".join(output.split())
+    assert " 4bit, svdq-int4 * " in output
+    assert "* planned only, not run: " in output
+    assert "within 2 min 0 s: 8bit, 4bit format" in " ".join(output.split())
+    # it does not count where nothing that runs is as fast
+    code, output, _ = graphrun("fit", "flux-dev", *LAPTOP, "--want", "60 s")
+    assert (code, "nothing runs within 60 s" in " ".join(output.split())) == (1, True)
     code, output, _ = graphrun("fit", "flux-dev", *LAPTOP, "--want", "1 s")
     assert (code, "nothing runs within 1.0 s" in " ".join(output.split())) == (1, True)
 
@@ -134,7 +148,7 @@ def test_choices_are_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monke
     rows = fitting.fit(graph, card, "1G", "1G", cache=tmp_path)
     assert rows
     assert rows == fitting.fit(graph, card, "1G", "1G")
-    monkeypatch.setattr("graphrun.solve.fits.fits_of", lambda _: ())
+    monkeypatch.setattr("graphrun.solve.fits.fits_of", lambda *_: ())
     assert rows == fitting.fit(graph, card, "1G", "1G", cache=tmp_path)
     assert not fitting.fit(graph, card, "1G", "2G", cache=tmp_path), "another budget"
     monkeypatch.setattr("graphrun.store.own_source", lambda: "other code")
@@ -196,10 +210,79 @@ def test_what_fit_refuses(graphrun: Cli) -> None:
         (("list", "--card", "sim"), "sim is no card"),
         (("fit", "flux-tiny", "--want", "soon"), "--want: 'soon' is not a time"),
         (("fit", "flux-tiny", "--card", "rtx9999"), "rtx9999"),
+        (
+            ("fit", "flux-tiny", "--card", "4060"),
+            "did you mean 'rtx4060', 'rtx4060ti' or 'rtx4060laptop'?",
+        ),
+        (
+            ("fit", "flux-tiny", "--card", "NVIDIA GeForce RTX 4060 Laptop GPU"),
+            "did you mean 'rtx4060laptop'?",
+        ),
+        (
+            ("fit", "flux", *LAPTOP),
+            "no graph of graphrun's own has this name; did you mean flux-dev",
+        ),
+        (("fit", "FLUX.1-dev", *LAPTOP), "graphrun's own graph of black-forest-labs/FLUX.1-dev is"),
+        (("import", "flux-dev", "-o", "x.yaml"), "type its name: graphrun plan flux-dev"),
     ):
         code, output, err = graphrun(*arguments)
         assert (code, output) == (2, ""), arguments
         assert words in err
+
+
+@pytest.mark.parametrize(
+    ("ram_gib", "taken_gib", "note"),
+    [
+        (16, 15, "a machine with 16 GiB of RAM has some 12 free: plan with --ram 12G"),
+        (16, 11, ""),
+        (12, 11.5, ""),
+        (32, 29, "a machine with 32 GiB of RAM has some 28 free: plan with --ram 28G"),
+    ],
+)
+def test_a_plan_that_takes_all_of_a_machines_ram_has_a_note(
+    ram_gib: int, taken_gib: float, note: str
+) -> None:
+    """People type the size of their machine, which a plan takes as what weights may have."""
+    solution: Any = SimpleNamespace(
+        problem=SimpleNamespace(ram_bytes=ram_gib * GIB, hardware=hardware("rtx4060laptop")),
+        simulation=SimpleNamespace(host_peak_bytes=int(taken_gib * GIB)),
+    )
+    assert ram_note(solution) == note
+
+
+def test_a_folder_with_one_file_of_weights_names_the_file(graphrun: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "flux1-dev-Q4_K_S.gguf"
+    file.write_bytes(b"GGUF")
+    for words in (("fit", str(tmp_path), *LAPTOP), ("import", str(tmp_path), "-o", "x.yaml")):
+        code, _, err = graphrun(*words)
+        assert code == 2
+        assert f"for {file.name} in it, type its path: {file}" in err
+
+
+def test_a_source_that_lacks_a_component_is_refused_before_a_plan(
+    graphrun: Cli, tmp_path: Path
+) -> None:
+    """Planning reads no weights, but a plan for a folder that cannot be run is no answer."""
+    words = ("plan", "flux-tiny", "--vram", "64M", "--ram", "1G", "--hardware", "rtx4060laptop")
+    code, output, err = graphrun(*words, "--source", str(tmp_path / "nowhere"))
+    assert (code, output) == (2, "")
+    assert f"--source {tmp_path / 'nowhere'}: there is no such folder or file" in err
+    (tmp_path / "flux1-dev-Q4_K_S.gguf").write_bytes(b"GGUF")
+    code, output, err = graphrun(*words, "--source", str(tmp_path))
+    assert (code, output) == (2, "")
+    assert f"--source {tmp_path}: it has no folder text_encoder: give a folder in the layout" in err
+    assert f"graphrun import {tmp_path / 'flux1-dev-Q4_K_S.gguf'} -o flux-tiny.yaml" in err
+
+
+@pytest.mark.sweep("more")
+def test_where_nothing_is_as_fast_as_wanted_the_screen_says_what_is_faster(graphrun: Cli) -> None:
+    machine = ("--card", "rtx4060laptop", "--ram", "16G")
+    code, output, _ = graphrun("fit", "flux-tiny", *machine, "--want", "1ms")
+    text = " ".join(output.split())
+    assert code == 1
+    assert "nothing runs within 1 ms" in text
+    assert "Fewer steps and smaller pictures are faster: add --set steps=" in text
+    assert " or --set height=" in text
 
 
 def test_list_shows_the_best_choice_of_each_graph(
@@ -207,10 +290,17 @@ def test_list_shows_the_best_choice_of_each_graph(
 ) -> None:
     monkeypatch.setattr("graphrun.cli.graphs.shipped_graphs", lambda: ("flux-dev", "flux-tiny"))
     monkeypatch.setattr("graphrun.api.load", lambda name, **_: package.load("flux-tiny"))
+    activities: list[str] = []
+    monkeypatch.setattr(
+        "graphrun.cli.fitting.alive", lambda text: activities.append(text) or nullcontext()
+    )
     code, output, _ = graphrun("list", *LAPTOP, "--json")
     assert code == 0
     (row,) = json.loads(output)["graphs"]
     assert (row["name"], row["best"]["allow"]) == ("flux-dev", [])
+    assert not row["best"]["planned_only"]
+    # the first list makes a dry run of each graph, so it says how far it is
+    assert activities == ["what fits of flux-tiny (1 of 1)"]
     _, output, _ = graphrun("list", *LAPTOP)
     assert output.splitlines()[1].split()[:5] == ["flux-dev", "as", "in", "the", "graph"]
 
@@ -243,6 +333,41 @@ def test_4bit_stands_for_the_formats_of_about_four_bits_that_a_graph_has() -> No
         package.load("flux-tiny").allowed(["4bit"])
 
 
+def test_precision_stands_for_the_formats_that_run() -> None:
+    graph = package.load("flux-dev")
+    assert "Q8_0" in graph.allowed(["precision"])
+    assert not set(PLANNED_ONLY).intersection(graph.allowed(["precision"]))
+    assert graph.allowed(["svdq-int4"]) == ("svdq-int4",)
+    with pytest.raises(package.InputError, match="svdq-fp4, svdq-int4"):
+        graph.allowed(["svdq"])
+
+
+@pytest.mark.sweep("more")
+def test_a_plan_with_a_planned_only_format_is_shown_and_not_run(
+    graphrun: Cli, tmp_path: Path
+) -> None:
+    options = ("--vram", "12G", "--ram", "32G", "--set", "height=64", "--set", "width=64")
+    card = ("--hardware", "rtx4070")
+    allow, file = ("--allow", "4bit,svdq-int4"), tmp_path / "plan.json"
+    words = ("flux-schnell", *options)
+    code, output, _ = graphrun("plan", *words, *card, *allow, "-o", str(file))
+    text = " ".join(output.split())
+    assert code == 0
+    assert output.startswith("fits: yes, but planned only. ")
+    assert "svdq-int4_r32-flux.1-schnell.safetensors, 6.28 GiB; apache-2.0; planned only" in text
+    assert "next, for a plan that runs: graphrun plan flux-schnell" in text
+    command = text.partition("that runs: ")[2].partition(" text_encoder_2 in")[0]
+    assert "svdq" not in command
+    assert "--allow 4bit" in command
+    refusal = (
+        "graphrun: transformer in svdq-int4 is planned only, since graphrun does not load SVDQuant "
+        "checkpoints: plan without --allow svdq-int4 (--allow 4bit has formats that run)\n"
+    )
+    permissions = ("--allow", "Q4_0,Q4_K_S,nf4,svdq-int4")
+    code, _, errors = graphrun("run", str(file), *permissions, "--prompt", "a lighthouse")
+    assert (code, errors.endswith(refusal)) == (2, True), errors
+
+
 def test_another_source_has_no_published_checkpoints() -> None:
     shipped, other = package.load("flux-dev"), package.load("flux-dev", source="owner/fine-tuned")
     assert shipped.components["transformer"].checkpoints
@@ -262,7 +387,10 @@ def test_a_component_reads_each_precision_from_its_own_source() -> None:
 
 
 @pytest.mark.sweep("more")
-@pytest.mark.parametrize("precision", ["bfloat16", *(name for name in QUANTIZED if name != "gguf")])
+@pytest.mark.parametrize(
+    "precision",
+    ["bfloat16", *(name for name in QUANTIZED if name != "gguf" and name not in PLANNED_ONLY)],
+)
 def test_with_the_memory_that_is_enough_a_run_is_at_most_3_percent_slower(
     precision: str, edit_graph: Callable[..., Graph]
 ) -> None:

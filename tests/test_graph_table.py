@@ -65,3 +65,9 @@ def test_no_choice_is_worse_with_more_memory_or_takes_the_systems(table: Any) ->
             key = row["graph"], row["card"], str(best["allow"])
             assert best["seconds"] <= (1 + ROUGH_GAP) * seconds.get(key, best["seconds"]), row
             seconds[key] = min(best["seconds"], seconds.get(key, best["seconds"]))
+
+
+def test_the_page_of_small_cards_counts_the_graphs_and_machines_of_the_table(table: Any) -> None:
+    page = (ROOT / "docs" / "howto" / "small-card.md").read_text()
+    assert (len(table.FIT_NAMES), len(table.FIT_CARDS) * len(table.FIT_RAM)) == (9, 9)
+    assert "[nine graphs on nine machines](../graphs.md#on-cards-that-people-have)" in page

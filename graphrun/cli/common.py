@@ -25,7 +25,7 @@ from graphrun.graph.shipped import shipped_graphs
 from graphrun.reading import printable
 from graphrun.report import plan_files as planfile
 from graphrun.systems import spills_vram
-from graphrun.units import parse_size, show_size
+from graphrun.units import GIB, parse_size, show_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -186,6 +186,14 @@ def cards_for(options: PlanOptions, cache: Path | None, *, to_run: bool = False)
     )
 
 
+SYSTEM_BYTES = 4 * GIB  # of RAM, for the system, a browser, and what a run takes beside weights
+
+
+def system_bytes(ram_bytes: int) -> int:
+    """Return the bytes of RAM that weights leave to the system on a machine with ``ram_bytes``."""
+    return min(SYSTEM_BYTES, ram_bytes // 4)
+
+
 def load(path: Path, options: PlanOptions) -> Graph:
     """Load the graph at ``path`` with the options that change graphs, such as ``--until``. Raises
     InputError for a plan."""
@@ -203,13 +211,43 @@ def load(path: Path, options: PlanOptions) -> Graph:
 
 
 def load_as_typed(path: Path, options: PlanOptions) -> Graph:
-    """Load the graph at ``path`` with the packages, source and components in ``options``."""
-    return api.load(
+    """Load the graph at ``path`` with the packages, source and components in ``options``. Raises
+    InputError for a local source that lacks a component: nothing could run a plan for it."""
+    source = options.source
+    is_local = source is not None and (source.startswith((".", "~", "/")) or "/" not in source)
+    if source is not None and is_local and not Path(source).expanduser().exists():
+        raise InputError(
+            f"--source {source}: there is no such folder or file; give the path of one, or a "
+            "repository (owner/name)"
+        )
+    graph = api.load(
         path,
         trust=options.trust_package or (),
-        source=options.source,
+        source=source,
         absent=options.absent or (),
     )
+    if source is not None and (folder := Path(source).expanduser()).is_dir():
+        _refuse_without_components(graph, folder.resolve(), source)
+    return graph
+
+
+def _refuse_without_components(graph: Graph, folder: Path, source: str) -> None:
+    """Raise InputError if ``folder``, the ``source`` as typed, lacks a component of ``graph``."""
+    for component in graph.components.values():
+        place = Path(component.source or "")
+        if not place.is_absolute() or not place.is_relative_to(folder) or place.exists():
+            continue
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".gguf")
+        text = (
+            f"--source {source}: it has no folder {place.name}: give a folder in the layout of "
+            "diffusers, or leave --source out"
+        )
+        if files:
+            text += (
+                f"; for the GGUF file: graphrun import {files[0]} -o {graph.name}.yaml "
+                "--config OWNER/NAME, the repository of the model"
+            )
+        raise InputError(text)
 
 
 def parse_reuse(reuse: str) -> Any:

@@ -20,13 +20,14 @@ from graphrun.cli.common import (
     native_stdout_to_stderr,
     show,
     solving,
+    system_bytes,
 )
 from graphrun.cli.options import NoCache, Sets, Trust, option, pair
 from graphrun.cli.terminal import alive, width
 from graphrun.devices import hardware_for
 from graphrun.errors import InputError
 from graphrun.graph.shipped import shipped_graphs
-from graphrun.units import GIB, parse_seconds, parse_size
+from graphrun.units import parse_seconds, parse_size
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
@@ -48,9 +49,6 @@ RamOf = Annotated[
         metavar="SIZE",
     ),
 ]
-
-
-SYSTEM_BYTES = 4 * GIB  # of RAM, for the system, a browser, and what a run takes beside weights
 
 
 @app.command("fit")
@@ -93,7 +91,7 @@ def fit_command(
     inputs = dict(pair("--set", text, may_be_empty=True) for text in set_ or [])
     with _graph_file(model, trust_package) as (file, notes):
         graph = api.load(file, trust=trust_package or ())
-        rows = choices_for(graph, hardware, vram, ram, cache, inputs)
+        rows = choices_for(graph, hardware, vram, ram, cache, inputs, with_planned_only=True)
     trusted = [word for name in trust_package or [] for word in ("--trust-package", name)]
     file_name = model if _is_graph(model) else f"{graph.name}.yaml"
     words = ["graphrun", "plan", file_name, "--vram", vram or _gib(hardware.capacity_bytes)]
@@ -117,9 +115,27 @@ def fit_command(
         "notes": [*budget_notes(hardware, vram, ram), *notes],
         "choices": rows,
     }
-    show(summary, as_json, fit_screen(summary, command, width()))
-    if not any(row["within"] for row in rows):
+    show(summary, as_json, fit_screen(summary, command, width(), faster_options(graph, inputs)))
+    if not any(row["within"] for row in rows if not row["planned_only"]):
         raise typer.Exit(1 if rows else 3)
+
+
+def faster_options(graph: Graph, inputs: Mapping[str, Any]) -> str:
+    """Return options with half of the steps, and with three quarters of the height and width, as
+    text; "" for a graph without such inputs."""
+    shares = {"steps": 0.5, "height": 0.75, "width": 0.75}
+    values = {}
+    for name, share in shares.items():
+        if (graph_input := graph.inputs.get(name)) is None:
+            continue
+        value, step = inputs.get(name, graph_input.default), graph_input.multiple_of or 1
+        if isinstance(value, int | str) and str(value).isdigit():
+            smaller = int(share * int(value)) // step * step
+            if max(1, graph_input.minimum or 0) <= smaller < int(value):
+                values[name] = smaller
+    texts = [f"--set steps={values.pop('steps')}"] if "steps" in values else []
+    texts += [" ".join(f"--set {name}={value}" for name, value in values.items())]
+    return " or ".join(filter(None, texts))
 
 
 def card_called(name: str | None, cache: Path | None) -> Hardware:
@@ -136,12 +152,12 @@ def card_called(name: str | None, cache: Path | None) -> Hardware:
 def ram_for_weights(ram: str) -> str:
     """Return the RAM budget for weights, as text, on a machine with ``ram``.
 
-    A size has SYSTEM_BYTES or a quarter less; ``auto`` and shares of it are of free RAM already.
+    A size has `system_bytes` less; ``auto`` and shares of it are of free RAM already.
     """
     if ram == "auto" or ram.strip().endswith("%"):
         return ram
     nbytes = parse_size(ram, name="--ram")
-    return _gib(nbytes - min(SYSTEM_BYTES, nbytes // 4))
+    return _gib(nbytes - system_bytes(nbytes))
 
 
 def budget_notes(hardware: Hardware, vram: str | None, ram: str) -> list[str]:
@@ -164,14 +180,26 @@ def choices_for(
     ram: str,
     cache: Path | None,
     inputs: Mapping[str, Any] | None = None,
+    *,
+    with_planned_only: bool = False,
+    progress: str = "",
 ) -> list[dict[str, Any]]:
     """Return the choices of `graphrun.fitting.fit`. ``vram``: None is all of the card; ``ram``: the
-    budget for weights."""
+    budget for weights. ``with_planned_only``: also one that graphrun does not run.
+    ``progress``: shown after the name of the graph."""
     from graphrun.fitting import fit
 
-    with solving(), alive(f"what fits of {graph.name}"):
+    with solving(), alive(f"what fits of {graph.name}{progress}"):
         budget = vram or hardware.capacity_bytes
-        return fit(graph, hardware, budget, ram, inputs=inputs, cache=cache)
+        return fit(
+            graph,
+            hardware,
+            budget,
+            ram,
+            inputs=inputs,
+            cache=cache,
+            with_planned_only=with_planned_only,
+        )
 
 
 def _is_graph(model: str) -> bool:

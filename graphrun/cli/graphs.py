@@ -127,12 +127,16 @@ def _list_fits(card: str, ram: str, vram: str | None, cache: Path | None, as_jso
 
     hardware, rows = card_called(card, cache), list[dict[str, Any]]()
     budget = ram_for_weights(ram)
-    for name in shipped_graphs():
-        if "source" not in read_document(graph_file(name)).data or name == "shapes":
-            continue
+    names = [
+        name
+        for name in shipped_graphs()
+        if "source" in read_document(graph_file(name)).data and name != "shapes"
+    ]
+    for number, name in enumerate(names, 1):
         row: dict[str, Any] = {"name": name, "best": None}
+        progress = f" ({number} of {len(names)})"
         try:
-            choices = choices_for(api.load(name), hardware, vram, budget, cache)
+            choices = choices_for(api.load(name), hardware, vram, budget, cache, progress=progress)
             row["best"] = next(iter(choices), None)
         except GraphrunError as error:  # such as code that only the caller may trust
             row["error"] = str(error)

@@ -11,12 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphrun import api
-from graphrun.cli.common import cache_folder, cards_for, load, load_as_typed, solving, with_budget
+from graphrun.cli.common import (
+    cache_folder,
+    cards_for,
+    load,
+    load_as_typed,
+    solving,
+    system_bytes,
+    with_budget,
+)
 from graphrun.cli.downloads import Told, required_downloads
 from graphrun.cli.options import PlanOptions, merge_options
 from graphrun.cli.terminal import alive, width
 from graphrun.disk_store import store_in
 from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
+from graphrun.graph.precisions import PLANNED_ONLY, planned_only_reason
 from graphrun.report import plan_files as planfile
 from graphrun.units import GIB, roughly, show_size
 
@@ -132,6 +141,8 @@ class GraphPlanner:
             "cache": self._cache,
         }
         graph_plan = self._solved(graph_plan, arguments)
+        if self.to_run:
+            _refuse_planned_only(graph_plan.solution)
         if chooses_files:
             downloads = self._missing(graph, graph_plan.solution)
         if self.advise and not graph_plan.interrupted:
@@ -143,6 +154,7 @@ class GraphPlanner:
         from graphrun.profile.hardware import is_present
 
         problem, graph = graph_plan.solution.problem, graph_plan.graph
+        _refuse_planned_only(graph_plan.solution)
         values = api.planned_inputs(problem, graph, self.options.inputs)
         graph = graph.until(problem.until)
         if not is_present(problem.hardware):
@@ -311,7 +323,15 @@ def look(
         verbose,
         product,
         _run_command(graph_plan, graph, options, output_file or graph_plan.plan_file, reuse),
-        desktop_note(problem.hardware, problem.budget_bytes),
+        "; ".join(
+            filter(
+                None,
+                (
+                    desktop_note(problem.hardware, problem.budget_bytes),
+                    ram_note(graph_plan.solution),
+                ),
+            )
+        ),
         suggestion,
         suggestion_command,
         (
@@ -331,6 +351,12 @@ def _run_command(
 
     problem = graph_plan.solution.problem
     arguments = [f"{graph_plan.source}", options.flags]
+    if planned_only_reason(precisions_of(graph_plan.solution)):
+        names = [name.strip() for text in options.allow or () for name in text.split(",")]
+        allow = [name for name in names if name not in PLANNED_ONLY]
+        flags = replace(options, allow=allow or None).flags
+        words = ("graphrun plan", *filter(None, (f"{graph_plan.source}", flags)))
+        return f"next, for a plan that runs: {' '.join(words)}"
     if plan_file:
         fixed_names = dict(problem.settings)
         inputs = [text for text in options.set_ or [] if text.partition("=")[0] not in fixed_names]
@@ -362,6 +388,30 @@ def desktop_note(hardware: Hardware, budget_bytes: int) -> str:
     )
 
 
+MACHINES_GIB = (8, 16, 24, 32, 48, 64, 96, 128)  # of RAM, as machines are sold
+
+
+def ram_note(solution: Solution) -> str:
+    """Return what to type for a plan that takes all RAM of another machine; "" for other plans.
+
+    People type the size of their machine, and ``--ram`` is what weights may take of it.
+    """
+    from graphrun.profile.hardware import is_present
+
+    problem = solution.problem
+    free_bytes = problem.ram_bytes - system_bytes(problem.ram_bytes)
+    if (
+        problem.ram_bytes not in [size * GIB for size in MACHINES_GIB]
+        or solution.simulation.host_peak_bytes <= free_bytes
+        or is_present(problem.hardware)
+    ):
+        return ""
+    return (
+        f"a machine with {problem.ram_bytes // GIB} GiB of RAM has some {free_bytes // GIB} free: "
+        f"plan with --ram {free_bytes // GIB}G"
+    )
+
+
 def _suggestion(graph_plan: Planned, options: PlanOptions, product: str) -> tuple[str, str]:
     """Return the best suggestion for a slow plan as a sentence, and its command; "" without one."""
     if not graph_plan.suggestions:
@@ -385,6 +435,12 @@ def chooses_checkpoints(graph: Graph, options: PlanOptions) -> bool:
         for component in graph.components.values()
         for checkpoint in component.checkpoints
     )
+
+
+def _refuse_planned_only(solution: Solution) -> None:
+    """Raise InputError for a plan with a format that graphrun does not run."""
+    if reason := planned_only_reason(precisions_of(solution)):
+        raise InputError(reason)
 
 
 def precisions_of(solution: Solution) -> dict[str, str]:
@@ -429,5 +485,6 @@ def checkpoint_lines(graph: Graph, precisions: Mapping[str, str]) -> tuple[str, 
         if (checkpoint := graph.components[name].checkpoint(precision)) is not None:
             size = f", {show_size(checkpoint.nbytes)}" if checkpoint.nbytes else ""
             licence = f"; {checkpoint.license}" if checkpoint.license else ""
-            lines.append(f"{name} in {precision} from {checkpoint.source}{size}{licence}")
+            mark = "; planned only, not run" if planned_only_reason({name: precision}) else ""
+            lines.append(f"{name} in {precision} from {checkpoint.source}{size}{licence}{mark}")
     return tuple(lines)

@@ -31,6 +31,7 @@ from graphrun.modules.dtype_variants import DtypeVariant
 from graphrun.modules.interceptor import reduced_as
 from graphrun.modules.memos import DIFFUSERS_HOOKS, Owned, has_value
 from graphrun.modules.quantize import normalize_quantized_layers
+from graphrun.modules.torchao_files import CONFIGS as TORCHAO_CONFIGS
 from graphrun.modules.trees import PLAIN, may_hold, modules_below
 from graphrun.ops.modular import blocks_in, is_modular_class
 
@@ -77,9 +78,11 @@ def components_of(
     """Return the modules with weights in ``pipe`` and in pipelines inside it, by attribute name.
 
     Each module appears once; submodules of another component are omitted. ``named_components``
-    replaces the search. Raises InputError if there is no component.
+    replaces the search. Raises InputError if there is no component, and for weights that cannot be
+    placed.
     """
     if named_components is not None:
+        _refuse_composed(named_components)
         return dict(named_components)
     components: dict[str, nn.Module] = {}
     for name, module in _modules_of(pipe):
@@ -91,7 +94,23 @@ def components_of(
         raise InputError(
             f"{type(pipe).__name__} has no module with weights: pass a pipeline with its components"
         )
+    _refuse_composed(components)
     return components
+
+
+def _refuse_composed(components: Mapping[str, nn.Module]) -> None:
+    """Raise InputError for weights that stand for several tensors, as those of torchao and quanto:
+    a block has bytes, and such a weight has none of its own."""
+    for name, module in components.items():
+        for weight in module.parameters():
+            if hasattr(weight, "__tensor_flatten__"):
+                kind = type(weight)
+                raise InputError(
+                    f"{name} has weights of {kind.__module__}.{kind.__name__}, each made of "
+                    "several tensors, which cannot be placed: load it in 16 bits or quantized by "
+                    f"bitsandbytes, or, for torchao's {' and '.join(TORCHAO_CONFIGS)}, save the "
+                    "pipeline (save_pretrained) and type graphrun import FOLDER"
+                )
 
 
 class MergedComponent(nn.Module):

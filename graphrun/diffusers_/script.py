@@ -22,7 +22,7 @@ from graphrun.diffusers_.device_map import Maps
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component, Part, Reference
-from graphrun.graph.precisions import is_gguf
+from graphrun.graph.precisions import is_gguf, planned_only_reason
 from graphrun.model.plan import Evict, Stream, blocks_text
 from graphrun.model.problem import Variant
 from graphrun.model.solution import Solution
@@ -264,6 +264,8 @@ class _Script:
 
     def _construct(self, component: Component, variant: Variant) -> Iterator[str]:
         name, precision = component.name, variant.precision
+        if reason := planned_only_reason({name: precision}):
+            raise InputError(reason)
         dtype = precision if precision in ("float32", "bfloat16", "float16") else component.dtype
         options = [f"torch_dtype=torch.{dtype}"]
         source = component.source_in(precision) or ""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from graphrun.errors import InputError
 from graphrun.graph import media
 from graphrun.graph.parts import Component, Directives, Part, Pipeline, Reference, Stage
-from graphrun.graph.precisions import CLASSES
+from graphrun.graph.precisions import CLASSES, PLANNED_ONLY
 from graphrun.graph.values import Input, did_you_mean, fit, strings
 from graphrun.reading import open_regular, safetensors_header
 
@@ -279,9 +279,9 @@ class Graph:
     def allowed(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return ``names`` of allowed changes of the output, sorted.
 
-        ``precision`` stands for every further precision that the graph lists, ``4bit`` to ``8bit``
-        for those of about so many bits. Raises InputError for a name without a meaning in this
-        graph.
+        ``precision`` stands for every further precision that the graph lists and graphrun runs,
+        ``4bit`` to ``8bit`` for those of about so many bits. Raises InputError for a name without a
+        meaning in this graph.
         """
         precisions = {
             precision
@@ -293,7 +293,7 @@ class Graph:
             name: members
             for name, formats in CLASSES.items()
             if (members := precisions.intersection(formats))
-        } | {"precision": precisions}
+        } | {"precision": precisions.difference(PLANNED_ONLY)}
         requests = [name.strip() for text in strings(names) for name in text.split(",")]
         if unknown := [name for name in requests if name not in (*valid_names, *classes)]:
             raise InputError(

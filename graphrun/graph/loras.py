@@ -14,7 +14,7 @@ from typing import NamedTuple
 from graphrun.errors import InputError
 from graphrun.graph.graph import HEADER_BYTES, Graph
 from graphrun.graph.parts import Adapter, Component
-from graphrun.graph.precisions import is_gguf
+from graphrun.graph.precisions import PLANNED_ONLY, is_gguf
 from graphrun.reading import open_regular, parse_json, safetensors_header
 
 # suffix of a tensor's name -> which half of the weight difference it is
@@ -138,4 +138,4 @@ def _is_fusible(component: Component) -> bool:
 
 
 def _takes_loras(precision: str) -> bool:
-    return not is_gguf(precision) and precision not in UNFUSIBLE
+    return not is_gguf(precision) and precision not in (*UNFUSIBLE, *PLANNED_ONLY)

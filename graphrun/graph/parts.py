@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun.graph.ops import Operation, operation
-from graphrun.graph.precisions import is_gguf
+from graphrun.graph.precisions import is_published_only
 from graphrun.limits import require
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Component:
 
     def without_checkpoints(self) -> Component:
         """Return the component without published checkpoints and their precisions."""
-        names = tuple(name for name in self.precision if name == "gguf" or not is_gguf(name))
+        names = tuple(name for name in self.precision if not is_published_only(name))
         return replace(self, checkpoints=(), precision=names)
 
     def permission(self, precision: str, device: str = "device") -> str | None:

@@ -5,6 +5,7 @@
     int8wo, fp8wo    torchao, with one byte per weight; read from files in that precision
     gguf             the GGUF file under ``gguf:``
     Q4_K_S, Q8_0...  a published GGUF file under ``checkpoints:``, by the name of its mix of types
+    svdq-int4/fp4    a published SVDQuant file under ``checkpoints:``: planned, never run
 
 Imports nothing, so that reading a plan needs no torch.
 """
@@ -39,8 +40,11 @@ GGUF_BLOCKS: Mapping[str, tuple[int, int]] = {
     "Q6_K": (256, 210),
 }
 ONLY_IN_FILES = ("int8wo", "fp8wo")  # torchao's: nothing is quantized to them
-QUANTIZED = ("int8", "nf4", "fp8", *ONLY_IN_FILES, "gguf", *GGUF_MIXES)
-# names for all precisions of about so many bits per weight
+# SVDQuant (W4A4). diffusers' loader (`NunchakuLiteQuantizer` in diffusers 0.42.1) refuses without
+# CUDA, and no run could be compared with it: plans have these formats by name only, and no run.
+PLANNED_ONLY = ("svdq-int4", "svdq-fp4")
+QUANTIZED = ("int8", "nf4", "fp8", *ONLY_IN_FILES, "gguf", *GGUF_MIXES, *PLANNED_ONLY)
+# names for all precisions of about so many bits per weight that graphrun runs
 CLASSES: Mapping[str, tuple[str, ...]] = {
     "4bit": ("nf4", *(name for name in GGUF_MIXES if name.startswith("Q4"))),
     "5bit": tuple(name for name in GGUF_MIXES if name.startswith("Q5")),
@@ -52,3 +56,22 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
 def is_gguf(precision: str) -> bool:
     """Return whether weights in ``precision`` come from a GGUF file."""
     return precision == "gguf" or precision in GGUF_MIXES
+
+
+def is_published_only(precision: str) -> bool:
+    """Return whether ``precision`` is only read from a checkpoint under ``checkpoints:``."""
+    return precision in GGUF_MIXES or precision in PLANNED_ONLY
+
+
+def planned_only_reason(precisions: Mapping[str, str]) -> str:
+    """Return why a plan with ``precisions`` of components cannot run, and what to type; "" if it
+    can."""
+    names = {name: precision for name, precision in precisions.items() if precision in PLANNED_ONLY}
+    if not names:
+        return ""
+    formats = ", ".join(f"{name} in {precision}" for name, precision in names.items())
+    options = " ".join(f"--allow {precision}" for precision in dict.fromkeys(names.values()))
+    return (
+        f"{formats} is planned only, since graphrun does not load SVDQuant checkpoints: plan "
+        f"without {options} (--allow 4bit has formats that run)"
+    )

@@ -55,6 +55,8 @@ Format = Literal[
     "Q5_K_M",
     "Q6_K",
     "Q8_0",
+    "svdq-int4",
+    "svdq-fp4",
 ]
 BackingStoreField = Literal["pinned", "pageable", "disk"]
 StageChoiceField = Literal["tiling", "slicing", "tiling+slicing", "split"]

@@ -53,17 +53,19 @@ def graph_file(path: str | Path) -> Path:
     if path.stem in names:
         raise GraphError(f"no such file; graphrun's own graph is called {path.stem}", str(path))
     if is_name and not is_yaml:
-        raise GraphError(f"no such file{_hint_for_name(path.name, names)}", str(path))
+        raise GraphError(f"no such file{hint_for_name(path.name)}", str(path))
     repository = _REPOSITORY.fullmatch(_HUB_PAGE.sub("", path.as_posix()))
     if repository is not None and not is_yaml and not path.parent.exists():
         raise GraphError(f"no such file{_hint_for_repository(*repository.groups())}", str(path))
     return path
 
 
-def _hint_for_name(name: str, names: tuple[str, ...]) -> str:
+def hint_for_name(name: str) -> str:
     """Return a hint at the shipped graph that ``name`` probably means; it may be a repository's
     name."""
-    sources = _sources()
+    names, sources = shipped_graphs(), _sources()
+    if name in names:
+        return f"; it is a graph of graphrun's own: type its name: graphrun plan {name}"
     repositories = {source.partition("/")[2]: source for source in sources}
     plain = re.sub(r"[\W_]", "", name).lower()
     for repository, source in repositories.items():

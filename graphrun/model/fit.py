@@ -22,6 +22,10 @@ class Fit:
     device_bytes: int
     ram_bytes: int
 
+    def precisions(self, problem: Problem) -> tuple[str, ...]:
+        """Return the precision of each component of ``problem``."""
+        return tuple(item.variants[0].precision for item in self.components(problem))
+
     def components(self, problem: Problem) -> tuple[ComponentNumbers, ...]:
         """Return the components of ``problem``, each with only the chosen variant."""
         return tuple(

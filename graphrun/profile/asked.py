@@ -10,7 +10,7 @@ from dataclasses import replace
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Reference
-from graphrun.graph.precisions import GGUF_MIXES, QUANTIZED
+from graphrun.graph.precisions import QUANTIZED, is_published_only
 from graphrun.graph.values import did_you_mean, strings
 from graphrun.model.hardware import Hardware, KernelRates
 
@@ -53,13 +53,12 @@ def with_precisions(graph: Graph, texts: Iterable[str]) -> tuple[Graph, dict[str
     for text in strings(texts):
         component_name, _, precision_name = text.rpartition("=")
         precision = DTYPES.get(precision_name, precision_name)
-        formats_of_files = [name for name in QUANTIZED if name not in GGUF_MIXES]
-        choices = [*DTYPES, *formats_of_files, *FORMATS]
+        formats_of_files = [name for name in QUANTIZED if not is_published_only(name)]
+        choices = list(dict.fromkeys((*DTYPES, *formats_of_files, *FORMATS)))
         if precision_name not in choices:
             raise InputError(
-                f"precision {precision_name!r} is not "
-                f"known{did_you_mean(precision_name, choices)}: it is one of "
-                f"{', '.join(choices)}"
+                f"precision {precision_name!r} is not known: it is one of {', '.join(choices)}"
+                f"{did_you_mean(precision_name, choices)}"
             )
         if component_name and component_name not in components:
             raise InputError(
@@ -97,10 +96,7 @@ def with_attention(hardware: Hardware, name: str) -> Hardware:
     """
     rates = hardware.kernels
     if name not in ATTENTION:
-        raise InputError(
-            f"attention {name!r} is not known{did_you_mean(name, ATTENTION)}: it is one of "
-            f"{', '.join(ATTENTION)}"
-        )
+        raise InputError(f"attention {name!r} is not known{did_you_mean(name, ATTENTION)}")
     if not isinstance(rates, KernelRates) or (name == "fa3" and not hardware.is_hopper):
         cards = "H100 and H200" if name == "fa3" else "NVIDIA's cards"
         raise InputError(f"attention {name}: the kernel is for {cards}, not for {hardware.name}")

@@ -41,6 +41,7 @@ from graphrun.model.hardware import Hardware, ProcessorRates
 from graphrun.profile.corrections import CHANNEL_BLOCK
 from graphrun.profile.precision import ELEMENT_BYTES, dequantization_seconds
 from graphrun.profile.recording import KEY_MASKED, MASKED, RMS_NORM, Call, ConvolutionShape, Kernel
+from graphrun.profile.svdquant import FOUR_BIT_FACTOR, RANK
 from graphrun.units import KIB, MIB, round_up
 
 TILE = 128
@@ -96,6 +97,9 @@ SCALED_WEIGHT_BYTES = 16
 CAST_BYTES = 3
 # Dynamic quantization of activations: read for the maximum, read and written in one byte.
 DYNAMIC_INPUT_BYTES = 5
+# SVDQuant: an input in 16 bits is read, and written and read in 4 bits; the products of the
+# low-rank branch are in 16 bits, fused with the products in 4 bits (arXiv:2411.05007).
+SVDQUANT_INPUT_BYTES = 3
 
 
 def work_seconds(call: Call, hardware: Hardware) -> list[float]:
@@ -295,6 +299,13 @@ def quantized_seconds(
             return (CAST_BYTES * weights + SCALED_OUTPUT_BYTES * rows * outputs) / bandwidth
         case "fp8wo":
             return SCALED_WEIGHT_BYTES * weights / bandwidth
+        case "svdq-int4" | "svdq-fp4" if rows > 1:
+            low_rank_flops = 2 * rows * RANK * (inputs + outputs)
+            return (
+                low_rank_flops / hardware.flops_per_second
+                + SVDQUANT_INPUT_BYTES * rows * inputs / bandwidth
+                - _saved_seconds(kernel, FOUR_BIT_FACTOR * rates.int8_flops_per_second, hardware)
+            )
         case "fp8dq":
             return DYNAMIC_INPUT_BYTES * rows * inputs / bandwidth - _saved_seconds(
                 kernel, rates.fp8_flops_per_second, hardware

@@ -179,6 +179,7 @@ SHEETS = {
 }
 # architectures that multiply and convolve in fp32 at the rate of fp32; the others have TF32
 WITHOUT_TF32 = ("volta", "turing", "rdna3", "rdna4", "xe", "xe2", "apple")
+MOST_HINTS = 6  # names of devices in a question
 HOPPER = ("h100", "h200")  # compute capability 9.0
 
 
@@ -317,19 +318,31 @@ def simulated(page_scale: float | None = None) -> Hardware:
 def hardware(name: str, profiles: Mapping[str, Hardware] | None = None) -> Hardware:
     """Return the device called ``name``, from ``profiles`` or the data-sheet estimates.
 
-    ``sim:pages=FACTOR``: the simulated accelerator, counting in pages. Raises InputError with the
-    most similar name for an unknown one.
+    ``sim:pages=FACTOR``: the simulated accelerator, counting in pages. Raises InputError with
+    similar names for an unknown one.
     """
     if name.startswith(PAGES):
         return simulated(_page_scale(name))
     devices = {**(profiles or {}), **data_sheet_estimates()}
     if name not in devices:
-        similar_names = difflib.get_close_matches(name, devices, 1)
-        hint = f"did you mean {similar_names[0]!r}? " if similar_names else ""
         raise InputError(
-            f"hardware {name!r} is not known; {hint}known: {', '.join(_in_short(devices))}"
+            f"hardware {name!r} is not known; {_hint(name, devices)}known: "
+            f"{', '.join(_in_short(devices))}"
         )
     return devices[name]
+
+
+def _hint(name: str, devices: Iterable[str]) -> str:
+    """Return a question with the names of ``devices`` that ``name`` may mean: those that contain
+    it, else the longest that it contains, else the most similar; "" without any."""
+    plain = _plain(name)
+    longer = sorted((key for key in devices if plain and plain in _plain(key)), key=len)
+    shorter = sorted((key for key in devices if _plain(key) in plain), key=len, reverse=True)[:1]
+    candidates = longer[:MOST_HINTS] or shorter or difflib.get_close_matches(plain, devices, 1)
+    if not candidates:
+        return ""
+    *first, last = map(repr, candidates)
+    return f"did you mean {' or '.join(filter(None, (', '.join(first), last)))}? "
 
 
 def _in_short(devices: Iterable[str]) -> Iterator[str]:
@@ -498,15 +511,21 @@ def _identity(backend: Any, kind: DeviceKind) -> tuple[str, int]:
     return name, total_bytes or total_ram_bytes()
 
 
+def _plain(name: str) -> str:
+    """Return ``name`` in lower case, without spaces, dashes and marks."""
+    plain = name.lower()
+    for text in (" ", "-", "(r)", "(tm)"):
+        plain = plain.replace(text, "")
+    return plain
+
+
 def _sheet_of(name: str, kind: DeviceKind) -> tuple[Hardware, str]:
     """Return the data-sheet estimate for a device called ``name``, and the plain name.
 
     The estimate has the longest name of the kind that ``name`` contains; without one, it is
     `DEFAULT` as a device of the kind. The plain name is in lower case without spaces.
     """
-    plain = name.lower()
-    for text in (" ", "-", "(r)", "(tm)"):
-        plain = plain.replace(text, "")
+    plain = _plain(name)
     estimates = data_sheet_estimates()
     parts = {key: (key.replace("-", ""),) for key in SHEETS} | {
         key: (key.partition("-")[0], *chip.other_names) for key, chip, _ in chips.names()

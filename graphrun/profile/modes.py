@@ -116,10 +116,7 @@ def parse_mode(
 ) -> Mode:
     """Return the mode called ``name``. Raises InputError for unknown modes and components."""
     if name not in MODES:
-        raise InputError(
-            f"mode {name!r} is not known{did_you_mean(name, MODES)}: it is one of "
-            f"{', '.join(MODES)}"
-        )
+        raise InputError(f"mode {name!r} is not known{did_you_mean(name, MODES)}")
     for option, names in (("keep", strings(keep)), ("cpu", strings(cpu))):
         for component in names:
             if component not in graph.components:

@@ -15,9 +15,16 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-from graphrun.graph.precisions import ONLY_IN_FILES, QUANTIZED, is_gguf
+from graphrun.graph.precisions import (
+    ONLY_IN_FILES,
+    PLANNED_ONLY,
+    QUANTIZED,
+    is_gguf,
+    planned_only_reason,
+)
 from graphrun.profile.corrections import cpu_int8_scratch, int8_scratch
 from graphrun.profile.recording import Call, Product
+from graphrun.profile.svdquant import scratch_bytes as svdquant_scratch
 
 # (package, first version) that a precision needs: to be available (NEEDS), and for its modules to
 # move between devices (MOVES). Sources: bitsandbytes' release notes 0.43.2 (4-bit modules move
@@ -42,8 +49,8 @@ QUANTIZING_BYTES: Mapping[str, float] = {"int8": 10 + 1 / 64, "nf4": 14 + 1 / 8,
 
 # Streamed by blocks and never by layers. A 4-bit weight is a tensor with separate statistics, which
 # code that moves single tensors leaves behind (accelerate's `cpu_offload`: "Cannot copy out of meta
-# tensor").
-BLOCK_GRANULARITY_ONLY = frozenset({"nf4"})
+# tensor"). Layers of SVDQuant share tensors with others of their block.
+BLOCK_GRANULARITY_ONLY = frozenset({"nf4", *PLANNED_ONLY})
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -73,6 +80,8 @@ def flags(precision: str, versions: Mapping[str, str | None]) -> Flags:
     Components that are quantized while they are read cannot be on disk: they would be quantized
     again for every copy.
     """
+    if precision in PLANNED_ONLY:
+        return Flags(reason=planned_only_reason({"a component": precision}))
     needs = NEEDS.get("gguf" if is_gguf(precision) else precision, ())
     if unmet_needs := _missing(needs, versions):
         return Flags(reason=f"{precision} needs {unmet_needs}")
@@ -131,12 +140,14 @@ def quantization_scratch_bytes(
                                      | product
         fp8wo   | weight in 32 bit, scaled weight in 32 bit | weight in 16 bit
                                                             | product, then without bias
+        svdq    | input in 4 bit, its scales and low-rank products |
+                                     | product
 
     For one token on a card, nf4 needs no weight in 16 bit (`gemm_4bit` has its own kernel). fp8 and
     gguf always do, and gguf needs the scratch in ``widened`` before that. Sizes of products come
     from the trace.
     """
-    if is_gguf(precision):
+    if is_gguf(precision) or precision in PLANNED_ONLY:
         shapes = {name: shape for name, shape in shapes.items() if name in (widened or {})}
     by_event = {product.event: product for product in call.products if product.name in shapes}
     if precision not in QUANTIZED or not by_event:
@@ -166,6 +177,8 @@ def _scratch(
         return cpu_int8_scratch(product.rows, inputs, outputs, ELEMENT_BYTES[dtype], half)
     if precision == "int8":
         return int8_scratch(product.rows, inputs, outputs, half)
+    if precision in PLANNED_ONLY:
+        return 0, svdquant_scratch(product.rows, inputs, precision)
     preparation_bytes = widened[product.name][0] if is_gguf(precision) else 0
     if precision in ONLY_IN_FILES:
         element_bytes = ELEMENT_BYTES[dtype]

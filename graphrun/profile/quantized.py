@@ -8,14 +8,15 @@ CPU:
     fp8    one byte per element, no statistics
 
 For files that are already quantized (GGUF, fp8 with scales) there is no formula: the layers are
-created on meta, and their bytes are summed. Only linear layers are quantized
-(`graphrun.modules.quantize`), without their biases.
+created on meta, and their bytes are summed. The formulas of SVDQuant are in
+`graphrun.profile.svdquant`. Only linear layers are quantized (`graphrun.modules.quantize`), without
+their biases.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from graphrun.graph.precisions import (
     GGUF_BLOCKS,
     GGUF_MIXES,
     ONLY_IN_FILES,
+    PLANNED_ONLY,
     QUANTIZED,
     is_gguf,
 )
@@ -39,6 +41,7 @@ from graphrun.modules.contents import as_stored
 from graphrun.modules.quantize import convert, gguf_linear, quantizable_layers
 from graphrun.modules.stored import local_weights
 from graphrun.modules.trees import weights_below
+from graphrun.profile import svdquant
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import ComponentProfile
 from graphrun.sim.dry import without_planned_device
@@ -106,6 +109,25 @@ def tensor_bytes(module: nn.Module, dtype: str) -> dict[str, dict[int, tuple[int
             for key, count, has_module_dtype, itemsize in tensors
         }
     return bytes_by_precision
+
+
+def svdquant_bytes(
+    module: nn.Module, dtype: str, precision: str, plain: Collection[str] = ()
+) -> dict[int, tuple[int, ...]]:
+    """Return `tensor_bytes` of ``module`` in an SVDQuant ``precision``.
+
+    ``plain``: modules that stay in 16 bits.
+    """
+    layers = {
+        id(layer.weight): svdquant.layer_tensors(
+            layer.out_features, layer.in_features, precision, kind
+        )
+        for path, layer in quantizable_layers(module, getattr(torch, dtype)).items()
+        if (kind := svdquant.layer_kind(path, plain))
+    }
+    return {
+        id(tensor): layers.get(id(tensor), (tensor.nbytes,)) for tensor in weights_below(module)
+    }
 
 
 def kept_elements(module: nn.Module) -> int:
@@ -252,7 +274,7 @@ def in_every_precision(
     are quantized, the bytes come from the files.
     """
     profiles = [block_profile, *filter(None, [block_profile.layer_split])]
-    sizes = tensor_bytes(module, component.dtype)
+    sizes = tensor_bytes(module, component.dtype) | _planned_only_bytes(component, module)
     block_bytes = [
         block_bytes_by_precision(profile.groups, profile_layouts, sizes)
         for profile, profile_layouts in zip(profiles, layouts, strict=True)
@@ -279,6 +301,13 @@ def in_every_precision(
         for precision, weights in weights_by_name.items()
         if weights.rows is not None
     }
+    for precision in set(PLANNED_ONLY).intersection(component.precision):
+        plain = _plain(component, precision)
+        dequantized[precision] = {
+            name: (0, 0)
+            for name in layers
+            if svdquant.layer_kind(name.removesuffix(".weight"), plain)
+        }
     stored_precisions = tuple(
         name for name, weights in weights_by_name.items() if weights.is_stored
     )
@@ -307,6 +336,8 @@ def _weights_in(
             return _PrecisionWeights()
         return _PrecisionWeights(meta_module(replace(component, dtype=precision), graph.trust))
     checkpoint = component.checkpoint(precision)
+    if precision in PLANNED_ONLY:
+        return _PrecisionWeights(is_stored=True)
     if local_weights(component, precision) is not None:
         module, content = held_meta_module(component, graph.trust, precision)
         rows = {
@@ -324,6 +355,22 @@ def _weights_in(
     module = meta_module(component, graph.trust)
     convert(module, precision, getattr(torch, component.dtype), rows)
     return _PrecisionWeights(module, True, rows, checkpoint.nbytes)
+
+
+def _planned_only_bytes(
+    component: Component, module: nn.Module
+) -> dict[str, dict[int, tuple[int, ...]]]:
+    """Return `tensor_bytes` in the SVDQuant precisions of ``component``."""
+    return {
+        name: svdquant_bytes(module, component.dtype, name, _plain(component, name))
+        for name in component.precision
+        if name in PLANNED_ONLY
+    }
+
+
+def _plain(component: Component, precision: str) -> tuple[str, ...]:
+    checkpoint = component.checkpoint(precision)
+    return checkpoint.plain if checkpoint is not None else ()
 
 
 def expected_rows(

@@ -322,7 +322,8 @@ class ComponentProfile:
     ``block_bytes``: for each group, bytes of its largest block in the dtype from the graph file.
     ``precisions``: the same in every precision. ``layers``: (outputs, inputs) of each weight that
     int8, nf4 and fp8 quantize. ``widened``: GGUF precision -> for each of its quantized weights,
-    (peak bytes before its dequantized form exists, bytes written while it is dequantized).
+    (peak bytes before its dequantized form exists, bytes written while it is dequantized); both are
+    0 for SVDQuant, which dequantizes nothing.
     ``as_stored``: the quantized precisions of the source files. ``layer_split``: the profile with
     layers, None where the component cannot be split.
     """

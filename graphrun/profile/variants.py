@@ -4,7 +4,8 @@ Budgets do not matter here. The first variant is the graph's own: its first prec
 memory.
 
     precision          those in the graph's list; all but the first change the output and must be
-                       allowed
+                       allowed. SVDQuant only if it is allowed, on cards that multiply it: nothing
+                       else suggests what graphrun does not run
     backing store      pinned, pageable (slower to copy from), disk if a file's tensors can be read
                        one by one; on unified memory only file: blocks are read from the component's
                        files, or from a file that the run writes
@@ -20,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 
 from graphrun.graph.parts import Component
-from graphrun.graph.precisions import QUANTIZED, is_gguf
+from graphrun.graph.precisions import PLANNED_ONLY, QUANTIZED, is_gguf
 from graphrun.model.hardware import Hardware, ProcessorRates
 from graphrun.model.problem import (
     ALLOCATION_BYTES,
@@ -30,6 +31,7 @@ from graphrun.model.problem import (
     Variant,
 )
 from graphrun.profile.costs import extra_seconds, work_seconds
+from graphrun.profile.four_bits import four_bit_format
 from graphrun.profile.precision import (
     BLOCK_GRANULARITY_ONLY,
     ELEMENT_BYTES,
@@ -63,9 +65,9 @@ def variants_of(
     """Return all variants of ``component``, the graph's own first.
 
     ``calls``: its distinct calls. ``backing_stores``: those to consider. ``allow``: only determines
-    whether computing on the CPU is offered. ``granularity``: of ``profile``. ``secondaries``:
-    further devices that the component may compute on. ``keeps_quantized``: weights are quantized
-    into a file before a run, which reads them from there; later runs find the file.
+    whether computing on the CPU and SVDQuant are offered. ``granularity``: of ``profile``.
+    ``secondaries``: further devices that the component may compute on. ``keeps_quantized``: weights
+    are quantized into a file before a run, which reads them from there; later runs find the file.
     """
     if hardware.unified:
         backing_stores = ("file",)
@@ -76,6 +78,8 @@ def variants_of(
         return [
             variant
             for precision in component.precision
+            if precision not in PLANNED_ONLY
+            or (precision in allow and four_bit_format(device) == precision)
             for variant in _in_backing_stores(
                 component,
                 precision,
@@ -207,7 +211,9 @@ def _extra_block_seconds(
     by_layer = extra_seconds(
         max(calls, key=lambda call: call.flops), profile.layers, precision, hardware
     )
-    if is_gguf(precision) and isinstance(hardware.kernels, ProcessorRates):
+    if precision in PLANNED_ONLY or (
+        is_gguf(precision) and isinstance(hardware.kernels, ProcessorRates)
+    ):
         quantized_names = profile.widened[precision]
         by_layer = {
             path: seconds

@@ -18,11 +18,19 @@ NOTE = (
     "the graph's own changes the output"
 )
 
+MARK = " *"
+PLANNED_ONLY_NOTE = (
+    "planned only, not run: graphrun does not load SVDQuant checkpoints; its command shows a plan"
+)
 
-def fit_screen(summary: Mapping[str, Any], command: str, width: int = 80) -> str:
+
+def fit_screen(
+    summary: Mapping[str, Any], command: str, width: int = 80, faster_options: str = ""
+) -> str:
     """Return the choices of ``summary``, best first, each with its command.
 
-    ``command``: shows what would help where nothing fits.
+    ``command``: shows what would help where nothing fits. ``faster_options``: what to add to a
+    command for fewer steps or a smaller picture.
     """
     look, rows = Look(width), summary["choices"]
     place = f"{summary['graph']} on {summary['hardware']} ({summary['basis']})"
@@ -32,16 +40,18 @@ def fit_screen(summary: Mapping[str, Any], command: str, width: int = 80) -> str
     best, want = rows[0], summary["want_seconds"]
     verdict = f"fits: yes. {place}: {roughly(best['seconds'])} with {_name(best)}"
     if want is not None:
-        quick_rows = [row for row in rows if row["within"]]
+        quick_rows = [row for row in rows if row["within"] and not row["planned_only"]]
         verdict += (
             f"; within {roughly(want)}: {', '.join(map(_name, quick_rows))}"
             if quick_rows
             else f"; nothing runs within {roughly(want)}"
         )
+        if not quick_rows and faster_options:
+            verdict += f". Fewer steps and smaller pictures are faster: add {faster_options}"
     head = ["format", "seconds", "range", *HEAD]
     lines = [
         [
-            _name(row),
+            _name(row) + MARK * row["planned_only"],
             f"{row['seconds']:.0f}",
             "{:.0f} to {:.0f}".format(*row["seconds_range"]),
             *(f"{row[key] / GIB:.1f}" for key in SIZES),
@@ -58,8 +68,11 @@ def fit_screen(summary: Mapping[str, Any], command: str, width: int = 80) -> str
         ),
         *(look.folded(f" {note}") for note in summary["notes"]),
     ]
+    if any(row["planned_only"] for row in rows):
+        parts.append(look.folded(f" {MARK.strip()} {PLANNED_ONLY_NOTE}"))
     for row in rows:
-        parts += ["", f"{_name(row)}: {_formats(row)}"]
+        mark = " (planned only)" * row["planned_only"]
+        parts += ["", look.folded(f"{_name(row)}{mark}: {_formats(row)}")]
         if row["quantizing_seconds"]:
             time = roughly(row["quantizing_seconds"])
             parts.append(look.folded(f" the first run also quantizes weights, once: about {time}"))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphrun.device_kinds import kind_called
+from graphrun.graph.precisions import planned_only_reason
 from graphrun.model.copies import copyable_to, least_copy_bytes
 from graphrun.model.problem import Problem
 from graphrun.model.ranges import probable_range
@@ -69,8 +70,10 @@ def plan_verdict(solution: Solution, product: str = "a run") -> str:
             f"{roughly(simulation.seconds)} for {product} at first, then "
             f"{roughly(simulation.further_seconds)} each"
         )
+    precisions = {item.name: item.variants[0].precision for item in solution.components}
+    mark = ", but planned only" if planned_only_reason(precisions) else ""
     return (
-        f"fits: yes. {time} on {_device(problem, simulation)}, "
+        f"fits: yes{mark}. {time} on {_device(problem, simulation)}, "
         f"{_used(problem, simulation.peak_bytes)}{_waits(simulation)}"
     )
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from graphrun.errors import OutOfMemory, PlanError
 from graphrun.graph.graph import Graph
+from graphrun.graph.precisions import planned_only_reason
 from graphrun.hook import ProgressCallback, hook_of
 from graphrun.model.plan import Drop, Plan, marked_text
 from graphrun.model.problem import Problem
@@ -266,12 +267,16 @@ class PlanSession:
 
 
 def refuse_unfit(solution: Solution, graph: Graph) -> None:
-    """Raise PlanError if the plan does not fit ``graph``, or violates a rule of `verify.check`.
+    """Raise PlanError if the plan does not fit ``graph``, or violates a rule of `verify.check`, or
+    has a format that is planned only.
 
     The plan must be for this problem, graph and commit of the weights. The graph must list each
     variant and option of the problem, chosen or not, with the same permission (``--allow``).
     """
     problem = solution.problem
+    precisions = {item.name: item.variants[0].precision for item in solution.components}
+    if reason := planned_only_reason(precisions):
+        raise PlanError(reason)
     if problem.graph_digest != graph.digest:
         raise PlanError(
             f"the plan is for a graph {problem.graph!r} with digest {problem.graph_digest}, this "

@@ -12,7 +12,7 @@ is up to ROUGH_GAP faster with all of its budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from graphrun.graph.precisions import CLASSES
@@ -34,15 +34,15 @@ MIN_GAIN = 0.05  # of seconds, VRAM or RAM, for which a choice may change the ou
 LEAST_MEMORY = replace(GOALS[2], gap=0.05, nodes=50)
 
 
-def fits_of(problem: Problem) -> tuple[Fit, ...]:
+def fits_of(problem: Problem, classes: Collection[str] = tuple(CLASSES)) -> tuple[Fit, ...]:
     """Return the choices that run within the budgets of ``problem``, best first.
 
-    Each class of `CLASSES` is allowed alone. A class that gives the same precisions as another is
-    left out, as is a class that changes the output for less than MIN_GAIN. The search may do as
-    much work as the search for suggestions (ATTEMPTS, NODES).
+    Each of ``classes``, of `CLASSES`, is allowed alone. A class that gives the same precisions as
+    another is left out, as is a class that changes the output for less than MIN_GAIN. The search
+    may do as much work as the search for suggestions (ATTEMPTS, NODES).
     """
     fits, budget = list[Fit](), SearchBudget(ATTEMPTS, NODES)
-    for allow, permitted_problem in _permitted(problem):
+    for allow, permitted_problem in _permitted(problem, classes):
         try:
             with budget.limiting():
                 answer = _answer(permitted_problem)
@@ -51,7 +51,7 @@ def fits_of(problem: Problem) -> tuple[Fit, ...]:
         if answer is None:
             continue
         fit = _fit(permitted_problem, allow, answer)
-        if not any(_precisions(problem, fit) == _precisions(problem, other) for other in fits):
+        if not any(fit.precisions(problem) == other.precisions(problem) for other in fits):
             fits.append(fit)
     plain = next((fit for fit in fits if not fit.allow), None)
     if plain is not None:
@@ -70,15 +70,14 @@ def _gains(fit: Fit, plain: Fit) -> bool:
     return any(number < (1 - MIN_GAIN) * plain_number for number, plain_number in pairs)
 
 
-def _precisions(problem: Problem, fit: Fit) -> list[str]:
-    return [component.variants[0].precision for component in fit.components(problem)]
-
-
-def _permitted(problem: Problem) -> Iterator[tuple[tuple[str, ...], Problem]]:
-    """Yield ``problem`` unchanged, then with each class of precisions allowed."""
+def _permitted(
+    problem: Problem, classes: Collection[str]
+) -> Iterator[tuple[tuple[str, ...], Problem]]:
+    """Yield ``problem`` unchanged, then with each of ``classes`` of precisions allowed."""
     yield (), problem
     names = {variant.needs for component in problem.components for variant in component.variants}
-    for name, formats in CLASSES.items():
+    for name in classes:
+        formats = CLASSES[name]
         if members := sorted(names.intersection(formats) - set(problem.allow)):
             yield (name,), replace(problem, allow=tuple(sorted({*problem.allow, *members})))
 

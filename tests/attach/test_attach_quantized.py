@@ -105,3 +105,42 @@ def test_a_component_that_diffusers_quantized_is_attached_once_it_is_on_the_cpu(
     with graphrun.attach(pipe, vram=weight_bytes(pipe), device="sim") as attachment:
         SDXL.call(pipe)
         assert attachment.trace is not None
+
+
+class WrappedTensor(torch.Tensor):
+    """A weight that stands for several tensors, as torchao's and quanto's do."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data"], None
+
+
+REFUSED = (
+    "has weights of .*{name}, each made of several tensors, which cannot be placed: load it in 16 "
+    "bits or quantized by bitsandbytes, or, for torchao's Int8WeightOnlyConfig and "
+    r"Float8WeightOnlyConfig, save the pipeline \(save_pretrained\) and type graphrun import FOLDER"
+)
+
+
+def test_weights_made_of_several_tensors_are_refused_with_what_to_type() -> None:
+    pipe = SDXL.build()
+    layer = pipe.unet.time_embedding.linear_1
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(WrappedTensor), False)
+    refusal = f"unet {REFUSED.format(name='WrappedTensor')}"
+    with pytest.raises(graphrun.InputError, match=refusal):
+        graphrun.attach(pipe, vram="64M", device="sim")
+    with pytest.raises(graphrun.InputError, match=refusal):
+        graphrun.from_pipeline(pipe)
+    assert SDXL.call(pipe) is not None, "the pipeline is as it was"
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [("Int8WeightOnlyConfig", "Int8Tensor"), ("Float8WeightOnlyConfig", "Float8Tensor")],
+)
+def test_what_torchao_quantized_is_refused_by_name(config: str, name: str) -> None:
+    """Needs `pip install torchao==0.18.0`, which slows every import of diffusers."""
+    quantization = pytest.importorskip("torchao.quantization")
+    pipe = SDXL.build()
+    quantization.quantize_(pipe.unet, getattr(quantization, config)())
+    with pytest.raises(graphrun.InputError, match=f"unet {REFUSED.format(name=name)}"):
+        graphrun.attach(pipe, vram="64M", device="sim")

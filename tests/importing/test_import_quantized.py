@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from graphrun.errors import InputError
 
 PRECISIONS = {"nf4": "nf4", "nested": "nf4", "int8": "int8", "fp8": "fp8"}
+# need `pip install torchao==0.18.0`, which slows every import of diffusers
+TORCHAO = ("int8wo", "fp8wo")
 
 
 def cast_to_fp8(folder: Path) -> None:
@@ -62,6 +64,25 @@ def test_a_quantized_component_runs_as_diffusers_computes_it(
     assert equal(trace.outputs["image"], flux.expected())
 
 
+@pytest.mark.parametrize("precision", TORCHAO)
+def test_a_pipeline_with_a_component_quantized_by_torchao_runs_as_diffusers_computes_it(
+    precision: str, flux: Saved, tmp_path: Path
+) -> None:
+    """At a generous and at the smallest budget."""
+    folder = flux.folder / "transformer"
+    quantized_flux(folder, precision)
+    graph = flux.imported().write(tmp_path / "graph.yaml")
+    assert graph.component("transformer").precision == (precision,)
+    reference: Any = loaded(folder)
+    flux.pipe.register_modules(transformer=reference.eval())
+    expected, peaks = flux.expected(), []
+    for at_minimum in (False, True):
+        trace = run(graph, planned(graph, flux.inputs, at_minimum=at_minimum), flux.inputs)
+        assert equal(trace.outputs["image"], expected), at_minimum
+        peaks.append(trace.peak_bytes)
+    assert peaks[1] < 0.7 * peaks[0], "the weights do not fit the smallest budget"
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -83,5 +104,7 @@ def test_another_quantization_is_refused_with_what_to_type(
     file = flux.folder / "transformer" / "config.json"
     config = {**json.loads(file.read_text()), "quantization_config": settings}
     file.write_text(json.dumps(config))
-    with pytest.raises(InputError, match=f"{words}.*--allow nf4.*graphrun.attach"):
+    with pytest.raises(InputError, match=f"{words}.*--allow nf4") as error:
         flux.imported()
+    # weights of torchao and quanto cannot be attached either
+    assert ("graphrun.attach" in str(error.value)) == ("bitsandbytes" in words)

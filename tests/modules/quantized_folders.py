@@ -1,4 +1,5 @@
-"""Folders of a FLUX transformer that diffusers quantized with bitsandbytes, without a GPU."""
+"""Folders of a FLUX transformer that diffusers quantized with bitsandbytes or torchao, without a
+GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from graphrun.modules.torchao_files import CONFIGS as TORCHAO_CONFIGS
 
 
 def loaded(folder: Path, **options: Any) -> Any:
@@ -24,9 +27,14 @@ def loaded(folder: Path, **options: Any) -> Any:
 
 
 def quantization(kind: str) -> Any:
-    """The settings of ``nf4``, of ``nested`` (nf4 with quantized statistics), or of ``int8``."""
-    from diffusers import BitsAndBytesConfig
+    """The settings of ``nf4``, of ``nested`` (nf4 with quantized statistics), of ``int8``, or of
+    torchao's ``int8wo`` and ``fp8wo``."""
+    from diffusers import BitsAndBytesConfig, TorchAoConfig
 
+    if kind in TORCHAO_CONFIGS.values():
+        kinds = pytest.importorskip("torchao.quantization")
+        (name,) = (name for name, precision in TORCHAO_CONFIGS.items() if precision == kind)
+        return TorchAoConfig(getattr(kinds, name)())
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -39,6 +47,8 @@ def quantization(kind: str) -> Any:
 
 def quantized_flux(folder: Path, kind: str) -> None:
     """Quantizes the transformer in ``folder``."""
-    module = loaded(folder, quantization_config=quantization(kind), device_map={"": "cpu"})
+    # bitsandbytes asks for CUDA without a map; what torchao quantized with one is not saved
+    options = {} if kind in TORCHAO_CONFIGS.values() else {"device_map": {"": "cpu"}}
+    module = loaded(folder, quantization_config=quantization(kind), **options)
     shutil.rmtree(folder)
     module.save_pretrained(folder)

@@ -120,12 +120,6 @@ REFUSED = (
         ("org/gated", LIMITED, f"cannot get org/gated from the hub: {REFUSED}"),
         ("org/shapes@v9", "", "cannot get org/shapes from the hub: it has no revision v9"),
         ("org/binary", "", "the repository org/binary has no safetensors in text_encoder"),
-        (
-            "./none",
-            "",
-            "no config, and no {here}/none/text_encoder/config.json; give config: or another "
-            "source",
-        ),
     ],
 )
 def test_what_a_run_cannot_get_is_said_before_planning(

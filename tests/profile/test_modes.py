@@ -161,6 +161,9 @@ def test_a_component_on_the_cpu_takes_no_device_memory(
 
 def test_precisions_are_those_asked_for() -> None:
     graph = graphrun.load(GRAPHS / "flux-dev.yaml")
+    with pytest.raises(InputError, match="fp8, int8wo, fp8wo, gguf, fp8dq") as error:
+        with_precisions(graph, ["4bit"])
+    assert str(error.value).count("int8wo") == 1
     quantized_graph, formats = with_precisions(graph, ["nf4", "vae=fp32"])
     assert {name: (c.dtype, c.precision[0]) for name, c in quantized_graph.components.items()} == {
         "text_encoder": ("bfloat16", "bfloat16"),

@@ -29,7 +29,7 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.media import fingerprint, size_text
 from graphrun.graph.ops import MEDIA_KINDS
 from graphrun.graph.parts import Adapter, Component, Part, Reference, Stage
-from graphrun.graph.precisions import is_gguf
+from graphrun.graph.precisions import PLANNED_ONLY, is_gguf
 from graphrun.model.solution import Solution
 from graphrun.modules.source_files import (
     OF_COMPONENT,
@@ -217,6 +217,8 @@ class StageKeys:
         if component.gguf:
             content = [content, *self._folder(component.gguf, (), component.file_line)]
         for checkpoint in component.checkpoints:
+            if checkpoint.format in PLANNED_ONLY:
+                continue  # no run reads it
             if local_place(checkpoint.source) is not None:
                 patterns = () if is_gguf(checkpoint.format) else OF_COMPONENT
                 content = [

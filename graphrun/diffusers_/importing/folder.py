@@ -278,10 +278,21 @@ def _index(folder: Path, origin: str) -> Mapping[str, Any]:
         kind_text = (
             "a component's folder: give the one above it"
             if (folder / "config.json").is_file()
-            else "no pipeline of diffusers"
+            else f"no pipeline of diffusers{_single_file(folder, origin)}"
         )
         raise InputError(f"{origin} has no {INDEX}: it is {kind_text}")
     return read_json(folder / INDEX)
+
+
+def _single_file(folder: Path, origin: str) -> str:
+    """Return what to type for a file with weights in ``folder``, or in the repository ``origin``,
+    which is no pipeline; "" if there is none."""
+    if not Path(origin).expanduser().exists():
+        return (
+            f"; for one file of it: hf download {origin} FILE, and give the path that this prints"
+        )
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".gguf", ".safetensors"))
+    return f"; for {files[0].name} in it, type its path: {files[0]}" if files else ""
 
 
 def _pipeline(name: Any, origin: str, trust: tuple[str, ...]) -> str:
@@ -437,10 +448,12 @@ def _quantization(config: Mapping[str, Any], location: str) -> str:
         if name in TORCHAO_CONFIGS:
             return TORCHAO_CONFIGS[str(name)]
         method += f" as {name}"
+    attaching = ""  # weights of torchao and quanto are made of several tensors
     if method == "bitsandbytes":
         method += f" in {kind}" + (f" with llm_int8_threshold {threshold}" if is_int8 else "")
+        attaching = ", or load this one with diffusers and type graphrun.attach(pipe, vram=...)"
     raise InputError(
         f"{location} was quantized by {method}, and graphrun reads nf4, int8, fp8, and of torchao "
-        f"{' and '.join(TORCHAO_CONFIGS)}: take a folder in 16 bits and plan it with --allow nf4, "
-        "or load this one with diffusers and type graphrun.attach(pipe, vram=...)"
+        f"{' and '.join(TORCHAO_CONFIGS)}: take a folder in 16 bits and plan it with --allow nf4"
+        f"{attaching}"
     )

@@ -27,6 +27,7 @@ from graphrun.diffusers_.importing.written import document_of
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
+from graphrun.graph.shipped import hint_for_name
 from graphrun.graph.values import did_you_mean
 
 # usual for large pipelines; used if neither files nor configurations name a dtype
@@ -155,6 +156,7 @@ def find(source: str, options: ImportOptions) -> PipelineDescription:
         return of_hub(source, options.revision, options.excluded_names, options.trust)
     raise InputError(
         f"{source} is not a folder, a hub id (owner/name) or a class (diffusers.FluxPipeline)"
+        f"{hint_for_name(source)}"
     )
 
 
