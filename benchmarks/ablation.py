@@ -86,9 +86,9 @@ def solve(problem: Problem, *strategies: Strategy) -> tuple[float | None, float,
 def measure(minutes: float) -> None:
     """Solve cells for ``minutes``, and add their rows to the results."""
     rows: list[Row] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    remaining = all_cells()[len(rows) :]
+    unsolved_cells = all_cells()[len(rows) :]
     end = time.monotonic() + 60 * minutes
-    for conditions, problem in remaining:
+    for conditions, problem in unsolved_cells:
         if time.monotonic() > end:
             break
         seconds, cpu_seconds, consulted = solve(problem)
