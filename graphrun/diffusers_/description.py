@@ -91,7 +91,7 @@ class LivePipeline:
 
     def to_yaml(
         self,
-        path: Path,
+        path: str | Path,
         *,
         inputs: Mapping[str, Any] | None = None,
         whole: bool = False,
@@ -104,7 +104,7 @@ class LivePipeline:
         from, if any. Raises the errors of ``graph``, and InputError if the file exists and
         ``overwrite`` is not set.
         """
-        return self._imported(inputs or {}, whole=whole).write(path, overwrite=overwrite)
+        return self._imported(inputs or {}, whole=whole).write(Path(path), overwrite=overwrite)
 
     def _imported(self, inputs: Mapping[str, Any], *, whole: bool = False) -> Imported:
         from graphrun.diffusers_.importing.from_live import of_pipeline

@@ -72,7 +72,9 @@ WEIGHT_CHANGING = ("load_", "unload_", "add_", "delete_", "fuse_", "unfuse_", "m
 
 def changes_weights(method: Callable[..., Any]) -> bool:
     """Return whether ``method`` of a pipeline or module adds, removes or overwrites weights."""
-    loads = method.__module__.startswith(LOADERS) and method.__name__.startswith(WEIGHT_CHANGING)
+    loads = str(method.__module__).startswith(LOADERS) and method.__name__.startswith(
+        WEIGHT_CHANGING
+    )
     return loads or method is nn.Module.load_state_dict
 
 
