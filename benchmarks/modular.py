@@ -39,7 +39,7 @@ import numpy as np  # noqa: E402
 import tiny_modular  # noqa: E402
 import torch  # noqa: E402
 import transformers as t  # noqa: E402
-from import_whole import GRAPHS, NAMES, SEED, planned, run  # noqa: E402
+from import_whole import GRAPHS, NAMES, SEED, plain, planned, run  # noqa: E402
 from tiny_pipelines import cases as plain_cases  # noqa: E402
 from tiny_pipelines import film, frozen, mask, picture, tiny  # noqa: E402
 
@@ -630,9 +630,7 @@ def imported(case: Case, want: list[Any]) -> dict[str, str]:
     cells = {}
     call = {k: v for k, v in case.call().items() if k not in ("prompt", "output_type")}
     sets: dict[str, Any] = {
-        NAMES.get(key, key): value
-        for key, value in call.items()
-        if isinstance(value, (bool, int, float, str)) or key.endswith("_list")
+        NAMES.get(key, key): value for key, value in call.items() if plain(value)
     } | ({"workflow": case.workflow} if case.workflow else {})
     pipe = case.build()
     with tempfile.TemporaryDirectory() as folder:

@@ -133,6 +133,8 @@ def _component(
     }
     if component.source is not None:
         entry["source"] = _relative_source(component.source, folder)
+    if not component.keep_fp32:
+        entry["keep_fp32"] = False
     if component.precision:
         entry["precision"] = list(component.precision)
     if component.variant:
