@@ -366,6 +366,34 @@ def controlled(name: str, **settings: Any) -> dict[str, Any]:
     return of_tests("StableDiffusionXLPipeline") | {"controlnet": tiny(name, **settings)}
 
 
+def controlled_union() -> dict[str, Any]:
+    """SDXL with a ControlNet of several kinds."""
+    config = tiny("ControlNetModel-xl").config
+    names = d.ControlNetUnionModel.__init__.__wrapped__.__code__.co_varnames
+    shared = {key: value for key, value in config.items() if key in names and value is not None}
+    channels = shared["block_out_channels"][0]
+    union = d.ControlNetUnionModel(
+        **shared, num_trans_channel=channels, num_trans_head=2, num_proj_channel=channels
+    )
+    return of_tests("StableDiffusionXLPipeline") | {"controlnet": union}
+
+
+def hunyuan_video_15() -> dict[str, Any]:
+    parts = twin("hunyuan-video15")
+    size = {"image_size": 28, "patch_size": 14}
+    config = t.SiglipVisionConfig(
+        **size,
+        hidden_size=parts["transformer"].config.image_embed_dim,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    return parts | {
+        "image_encoder": t.SiglipVisionModel(config).bfloat16(),
+        "feature_extractor": t.SiglipImageProcessor(size={"height": 28, "width": 28}),
+    }
+
+
 def qwen_controlled() -> dict[str, Any]:
     parts = of_tests("QwenImagePipeline")
     config = {
@@ -466,16 +494,36 @@ def cases() -> dict[str, Case]:
         Case("StableDiffusionXLAutoBlocks", sdxl, xl, "text2image"),
         Case("StableDiffusionXLAutoBlocks", sdxl, {**xl, **IMAGE, **PART}, "image2image"),
         Case("StableDiffusionXLAutoBlocks", sdxl, {**xl, **IMAGE, **MASKED, **PART}, "inpainting"),
+        *(
+            Case(
+                "StableDiffusionXLAutoBlocks",
+                lambda: controlled("ControlNetModel-xl"),
+                {**xl, **CONTROL, **more},
+                flow,
+            )
+            for flow, more in (
+                ("controlnet_text2image", {}),
+                ("controlnet_image2image", {**IMAGE, **PART}),
+                ("controlnet_inpainting", {**IMAGE, **MASKED, **PART}),
+            )
+        ),
         Case(
             "StableDiffusionXLAutoBlocks",
-            lambda: controlled("ControlNetModel-xl"),
-            {**xl, **CONTROL},
-            "controlnet_text2image",
+            controlled_union,
+            {**xl, **CONTROL, "control_mode": 0},
+            "controlnet_union_text2image",
         ),
         Case("QwenImageAutoBlocks", qwen, SIZED, "text2image"),
         Case("QwenImageAutoBlocks", qwen, {**SIZED, **IMAGE, **PART}, "image2image"),
         Case("QwenImageAutoBlocks", qwen, {**SIZED, **pasted}, "inpainting"),
-        Case("QwenImageAutoBlocks", qwen_controlled, {**SIZED, **CONTROL}, "controlnet_text2image"),
+        *(
+            Case("QwenImageAutoBlocks", qwen_controlled, {**SIZED, **CONTROL, **more}, flow)
+            for flow, more in (
+                ("controlnet_text2image", {}),
+                ("controlnet_image2image", {**IMAGE, **PART}),
+                ("controlnet_inpainting", pasted),
+            )
+        ),
         Case("QwenImageEditAutoBlocks", qwen_image_edit, {**SMALL, **IMAGE}, "image_conditioned"),
         Case(
             "QwenImageEditAutoBlocks",
@@ -513,7 +561,14 @@ def cases() -> dict[str, Case]:
         Case("LTX2AutoBlocks", by("ltx2"), ltx2, "text2video"),
         Case("LTX2AutoBlocks", by("ltx2"), {**ltx2, **LARGE_IMAGE, "image_crf": 0}, "image2video"),
         Case("LTX25AutoBlocks", ltx25, ltx2, "text2video"),
+        Case("LTX25AutoBlocks", ltx25, {**ltx2, **LARGE_IMAGE, "image_crf": 0}, "image2video"),
         Case("HunyuanVideo15AutoBlocks", by("hunyuan-video15"), {**MIDDLE, **FIVE}, "text2video"),
+        Case(
+            "HunyuanVideo15AutoBlocks",
+            hunyuan_video_15,
+            {**MIDDLE, **FIVE, **LARGE_IMAGE},
+            "image2video",
+        ),
         Case("HeliosAutoBlocks", one_stage, tiny_video, "text2video"),
         Case("HeliosAutoBlocks", one_stage, {**tiny_video, **IMAGE}, "image2video"),
         Case(
