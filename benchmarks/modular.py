@@ -748,7 +748,8 @@ def row(name: str) -> dict[str, str]:
 
 def line(error: BaseException) -> str:
     kind = "" if isinstance(error, GraphrunError) else f"{type(error).__name__}: "
-    return f"{kind}{(str(error) or 'no text').splitlines()[0][:300]}"
+    text = (str(error) or "no text").splitlines()[0]
+    return kind + (text if len(text) < 400 else f"{text[:100]}...{text[-297:]}")
 
 
 def shown() -> None:
