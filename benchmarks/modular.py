@@ -691,11 +691,15 @@ def attached_cell(case: Case, want: list[list[Any]], budget_bytes: int) -> str:
 def imported(case: Case, want: list[Any]) -> dict[str, str]:
     """The cells of an imported pipeline, live and from a folder."""
     cells = {}
-    call = {k: v for k, v in case.call().items() if k not in ("prompt", "output_type")}
-    sets: dict[str, Any] = {
-        NAMES.get(key, key): value for key, value in call.items() if plain(value)
-    } | ({"workflow": case.workflow} if case.workflow else {})
     pipe = case.build()
+    excluded_names = {"prompt", "output_type"}
+    if "num_inference_steps" not in pipe.blocks.input_names:  # a step number for each stage
+        excluded_names.add("num_inference_steps")
+    sets: dict[str, Any] = {
+        NAMES.get(key, key): value
+        for key, value in case.call().items()
+        if plain(value) and key not in excluded_names
+    } | ({"workflow": case.workflow} if case.workflow else {})
     with tempfile.TemporaryDirectory() as folder:
         for source in ("object", "folder"):
             try:
