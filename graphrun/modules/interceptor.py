@@ -322,6 +322,7 @@ class CallInterceptor:
             or self._reads is None
             or location is None
             or not isinstance(value, torch.Tensor)
+            or isinstance(value, DeferredTensor)  # of an outer interceptor
         ):
             return value
         path = f"{location[1]}.{name}" if location[1] else name
