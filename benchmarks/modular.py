@@ -498,10 +498,10 @@ def cases() -> dict[str, Case]:
             Case(
                 "StableDiffusionXLAutoBlocks",
                 lambda: controlled("ControlNetModel-xl"),
-                {**xl, **CONTROL, **more},
+                {**xl, **CONTROL, **extra},
                 flow,
             )
-            for flow, more in (
+            for flow, extra in (
                 ("controlnet_text2image", {}),
                 ("controlnet_image2image", {**IMAGE, **PART}),
                 ("controlnet_inpainting", {**IMAGE, **MASKED, **PART}),
@@ -517,8 +517,8 @@ def cases() -> dict[str, Case]:
         Case("QwenImageAutoBlocks", qwen, {**SIZED, **IMAGE, **PART}, "image2image"),
         Case("QwenImageAutoBlocks", qwen, {**SIZED, **pasted}, "inpainting"),
         *(
-            Case("QwenImageAutoBlocks", qwen_controlled, {**SIZED, **CONTROL, **more}, flow)
-            for flow, more in (
+            Case("QwenImageAutoBlocks", qwen_controlled, {**SIZED, **CONTROL, **extra}, flow)
+            for flow, extra in (
                 ("controlnet_text2image", {}),
                 ("controlnet_image2image", {**IMAGE, **PART}),
                 ("controlnet_inpainting", pasted),

@@ -91,9 +91,9 @@ def test_without_its_code_the_file_is_refused_with_the_place_to_get_it(
         graphrun.estimate(load(film, ["absent_film"]), vram="1G", ram="1G", hardware="sim")
 
 
-@pytest.mark.parametrize("passed", [False, True])
+@pytest.mark.parametrize("given_modules", [False, True])
 def test_a_stage_reads_weights_of_components_that_it_does_not_list(
-    film: Path, passed: bool
+    film: Path, given_modules: bool
 ) -> None:
     """``text`` is called in an earlier stage, ``spare`` in none."""
     shift = "  shift: {op: call, method: shift, uses: [vae], with: {frames: $make.frames}}\n"
@@ -113,6 +113,6 @@ def test_a_stage_reads_weights_of_components_that_it_does_not_list(
     vars(program).update(modules, steps=2, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     want = program.shift(program.generate("a lighthouse", generator=generator))
-    trace = graphrun.run(solution, graph, inputs, modules=modules if passed else None)
+    trace = graphrun.run(solution, graph, inputs, modules=modules if given_modules else None)
     assert torch.equal(trace.outputs["frames"], want)
     assert trace.overruns == ()
