@@ -190,7 +190,6 @@ def flux3(flow_map: bool = False) -> dict[str, Any]:
             axes_dims_rope=(4, 4, 4, 4),
             flow_map=flow_map,
         ),
-        "scheduler": d.FlowMatchEulerDiscreteScheduler(),
     }
 
 
