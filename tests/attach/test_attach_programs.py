@@ -13,6 +13,7 @@ from test_attach_pipelines import equal
 from tiny_pipelines import checked_peak_bytes
 
 import graphrun
+from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.errors import BrokenPlan, InputError
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
@@ -261,3 +262,23 @@ def test_modules_that_fx_traced_run_by_their_plan(traced: str) -> None:
             assert (attachment.replans, attachment.trace.overruns) == ((), ())
             assert attachment.trace.peak_bytes <= vram
     assert device.allocated_bytes == 0
+
+
+class Noisy(Caller):
+    def noisy_call(self, x: torch.Tensor, generator: torch.Generator) -> Any:
+        x = self.call(x)
+        return x + torch.rand(1, device=self.device, generator=generator)
+
+
+def test_a_generator_of_the_host_is_refused_where_the_program_draws_on_the_device() -> None:
+    """As on a card. HeliosModularPipeline does so with an image."""
+    net = Stack().eval()
+    program, x = Noisy(net), torch.randn(5, 32)
+    options = {"components": {"net": net}, "entries": ["noisy_call"], "device": "sim"}
+    with (
+        graphrun.attach(program, vram="1G", **options),
+        pytest.raises(
+            ProbeError, match=r"found 'cpu'. Its code draws .* pass a generator of the device"
+        ),
+    ):
+        program.noisy_call(x, torch.Generator())
