@@ -109,8 +109,10 @@ class LivePipeline:
     def _imported(self, inputs: Mapping[str, Any], *, whole: bool = False) -> Imported:
         from graphrun.diffusers_.importing.from_live import of_pipeline
         from graphrun.diffusers_.importing.imported import stage
+        from graphrun.modules.texts import restored_limits
 
-        return stage(of_pipeline(self.pipe), inputs, whole=whole)
+        with restored_limits(self.pipe.components.values()):
+            return stage(of_pipeline(self.pipe), inputs, whole=whole)
 
 
 def _sharing_copy(module: nn.Module) -> nn.Module:
