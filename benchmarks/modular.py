@@ -298,7 +298,17 @@ def helios(stages: int = 3) -> dict[str, Any]:
 def wan_animate_2() -> dict[str, Any]:
     parts = of_tests("WanImageToVideoPipeline")
     del parts["image_processor"]  # these blocks have one of their own
+    # the sizes of pictures and of their embeddings are constants of the blocks and the transformer
+    config = t.CLIPVisionConfig(
+        image_size=224,
+        patch_size=56,
+        hidden_size=1280,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+    )
     return parts | {
+        "image_encoder": t.CLIPVisionModel(config),
         "transformer": d.WanAnimate2Transformer3DModel(
             text_len=16,
             in_dim=36,
