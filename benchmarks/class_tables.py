@@ -1,17 +1,21 @@
-"""Write the tables of pipeline classes in docs/pipelines.md: imported, attached, features.
+"""Write the tables of pipeline classes in docs/pipelines.md.
 
     make pipelines                                              all tables; ten minutes on a core
-    python benchmarks/class_tables.py features                  one: imports, attached or features
+    python benchmarks/class_tables.py features                  one: imports, attached, modular,
+                                                                features
     python benchmarks/class_tables.py attached ZImagePipeline   attached classes
 
-Features are switched while attached. `make sweep` compares the page with the same functions.
+Features are switched while attached. The table of modular pipelines is made of the results that
+`benchmarks/modular.py` recorded. `make sweep` compares the page with the same functions.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,9 +57,22 @@ def features() -> Iterator[str]:
         yield row
 
 
+def modular() -> Iterator[str]:
+    """The table of modular pipelines; also writes the sentence with its counts."""
+    text = class_lists.DOCUMENT.read_text()
+    sentence = textwrap.fill(
+        class_lists.modular_counts(), 120, break_long_words=False, break_on_hyphens=False
+    )
+    pattern = r"^Of \d+ workflows, [^.]*\."
+    assert re.search(pattern, text, re.MULTILINE), f"{class_lists.DOCUMENT} has no counts"
+    class_lists.DOCUMENT.write_text(re.sub(pattern, sentence, text, flags=re.MULTILINE))
+    return class_lists.modular_rows()
+
+
 TABLES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "imports": (test_import_table.HEAD, imports),
     "attached": (class_rows.HEADS["attached"], attached),
+    "modular": (class_lists.MODULAR_HEAD, modular),
     "features": (class_rows.HEADS["features"], features),
 }
 

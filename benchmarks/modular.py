@@ -39,7 +39,7 @@ import numpy as np  # noqa: E402
 import tiny_modular  # noqa: E402
 import torch  # noqa: E402
 import transformers as t  # noqa: E402
-from import_whole import GRAPHS, NAMES, SEED, planned, run  # noqa: E402
+from import_whole import GRAPHS, NAMES, SEED, plain, planned, run  # noqa: E402
 from tiny_pipelines import cases as plain_cases  # noqa: E402
 from tiny_pipelines import film, frozen, mask, picture, tiny  # noqa: E402
 
@@ -190,7 +190,6 @@ def flux3(flow_map: bool = False) -> dict[str, Any]:
             axes_dims_rope=(4, 4, 4, 4),
             flow_map=flow_map,
         ),
-        "scheduler": d.FlowMatchEulerDiscreteScheduler(),
     }
 
 
@@ -265,6 +264,12 @@ def anima() -> dict[str, Any]:
     }
 
 
+def ltx25() -> dict[str, Any]:
+    parts = twin("ltx2")
+    decoder = tiny_modular.diffusion_decoder(parts["vae"].config.latent_channels)
+    return parts | {"diffusion_decoder": decoder.bfloat16()}
+
+
 def helios(stages: int = 3) -> dict[str, Any]:
     parts = of_tests("WanPipeline")
     return {
@@ -283,14 +288,27 @@ def helios(stages: int = 3) -> dict[str, Any]:
             rope_dim=(4, 4, 4),
         ),
         "scheduler": d.HeliosScheduler(
-            stages=stages, stage_range=[stage / stages for stage in range(stages + 1)]
+            stages=stages,
+            stage_range=[stage / stages for stage in range(stages + 1)],
+            gamma=0.25,  # 1/3 by default, where the noise's covariance is singular but for rounding
         ),
     }
 
 
 def wan_animate_2() -> dict[str, Any]:
     parts = of_tests("WanImageToVideoPipeline")
+    del parts["image_processor"]  # these blocks have one of their own
+    # the sizes of pictures and of their embeddings are constants of the blocks and the transformer
+    config = t.CLIPVisionConfig(
+        image_size=224,
+        patch_size=56,
+        hidden_size=1280,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+    )
     return parts | {
+        "image_encoder": t.CLIPVisionModel(config),
         "transformer": d.WanAnimate2Transformer3DModel(
             text_len=16,
             in_dim=36,
@@ -356,6 +374,34 @@ def vace() -> dict[str, Any]:
 def controlled(name: str, **settings: Any) -> dict[str, Any]:
     """SDXL with the ControlNet ``name``."""
     return of_tests("StableDiffusionXLPipeline") | {"controlnet": tiny(name, **settings)}
+
+
+def controlled_union() -> dict[str, Any]:
+    """SDXL with a ControlNet of several kinds."""
+    config = tiny("ControlNetModel-xl").config
+    names = d.ControlNetUnionModel.__init__.__wrapped__.__code__.co_varnames
+    shared = {key: value for key, value in config.items() if key in names and value is not None}
+    channels = shared["block_out_channels"][0]
+    union = d.ControlNetUnionModel(
+        **shared, num_trans_channel=channels, num_trans_head=2, num_proj_channel=channels
+    )
+    return of_tests("StableDiffusionXLPipeline") | {"controlnet": union}
+
+
+def hunyuan_video_15() -> dict[str, Any]:
+    parts = twin("hunyuan-video15")
+    size = {"image_size": 28, "patch_size": 14}
+    config = t.SiglipVisionConfig(
+        **size,
+        hidden_size=parts["transformer"].config.image_embed_dim,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    return parts | {
+        "image_encoder": t.SiglipVisionModel(config).bfloat16(),
+        "feature_extractor": t.SiglipImageProcessor(size={"height": 28, "width": 28}),
+    }
 
 
 def qwen_controlled() -> dict[str, Any]:
@@ -458,16 +504,36 @@ def cases() -> dict[str, Case]:
         Case("StableDiffusionXLAutoBlocks", sdxl, xl, "text2image"),
         Case("StableDiffusionXLAutoBlocks", sdxl, {**xl, **IMAGE, **PART}, "image2image"),
         Case("StableDiffusionXLAutoBlocks", sdxl, {**xl, **IMAGE, **MASKED, **PART}, "inpainting"),
+        *(
+            Case(
+                "StableDiffusionXLAutoBlocks",
+                lambda: controlled("ControlNetModel-xl"),
+                {**xl, **CONTROL, **extra},
+                flow,
+            )
+            for flow, extra in (
+                ("controlnet_text2image", {}),
+                ("controlnet_image2image", {**IMAGE, **PART}),
+                ("controlnet_inpainting", {**IMAGE, **MASKED, **PART}),
+            )
+        ),
         Case(
             "StableDiffusionXLAutoBlocks",
-            lambda: controlled("ControlNetModel-xl"),
-            {**xl, **CONTROL},
-            "controlnet_text2image",
+            controlled_union,
+            {**xl, **CONTROL, "control_mode": 0},
+            "controlnet_union_text2image",
         ),
         Case("QwenImageAutoBlocks", qwen, SIZED, "text2image"),
         Case("QwenImageAutoBlocks", qwen, {**SIZED, **IMAGE, **PART}, "image2image"),
         Case("QwenImageAutoBlocks", qwen, {**SIZED, **pasted}, "inpainting"),
-        Case("QwenImageAutoBlocks", qwen_controlled, {**SIZED, **CONTROL}, "controlnet_text2image"),
+        *(
+            Case("QwenImageAutoBlocks", qwen_controlled, {**SIZED, **CONTROL, **extra}, flow)
+            for flow, extra in (
+                ("controlnet_text2image", {}),
+                ("controlnet_image2image", {**IMAGE, **PART}),
+                ("controlnet_inpainting", pasted),
+            )
+        ),
         Case("QwenImageEditAutoBlocks", qwen_image_edit, {**SMALL, **IMAGE}, "image_conditioned"),
         Case(
             "QwenImageEditAutoBlocks",
@@ -504,8 +570,15 @@ def cases() -> dict[str, Case]:
         Case("LTXAutoBlocks", of("LTXPipeline"), {**tiny_video, **IMAGE}, "image2video"),
         Case("LTX2AutoBlocks", by("ltx2"), ltx2, "text2video"),
         Case("LTX2AutoBlocks", by("ltx2"), {**ltx2, **LARGE_IMAGE, "image_crf": 0}, "image2video"),
-        Case("LTX25AutoBlocks", by("ltx2"), ltx2, "text2video"),
+        Case("LTX25AutoBlocks", ltx25, ltx2, "text2video"),
+        Case("LTX25AutoBlocks", ltx25, {**ltx2, **LARGE_IMAGE, "image_crf": 0}, "image2video"),
         Case("HunyuanVideo15AutoBlocks", by("hunyuan-video15"), {**MIDDLE, **FIVE}, "text2video"),
+        Case(
+            "HunyuanVideo15AutoBlocks",
+            hunyuan_video_15,
+            {**MIDDLE, **FIVE, **LARGE_IMAGE},
+            "image2video",
+        ),
         Case("HeliosAutoBlocks", one_stage, tiny_video, "text2video"),
         Case("HeliosAutoBlocks", one_stage, {**tiny_video, **IMAGE}, "image2video"),
         Case(
@@ -628,13 +701,15 @@ def attached_cell(case: Case, want: list[list[Any]], budget_bytes: int) -> str:
 def imported(case: Case, want: list[Any]) -> dict[str, str]:
     """The cells of an imported pipeline, live and from a folder."""
     cells = {}
-    call = {k: v for k, v in case.call().items() if k not in ("prompt", "output_type")}
+    pipe = case.build()
+    excluded_names = {"prompt", "output_type"}
+    if "num_inference_steps" not in pipe.blocks.input_names:  # a step number for each stage
+        excluded_names.add("num_inference_steps")
     sets: dict[str, Any] = {
         NAMES.get(key, key): value
-        for key, value in call.items()
-        if isinstance(value, (bool, int, float, str)) or key.endswith("_list")
+        for key, value in case.call().items()
+        if plain(value) and key not in excluded_names
     } | ({"workflow": case.workflow} if case.workflow else {})
-    pipe = case.build()
     with tempfile.TemporaryDirectory() as folder:
         for source in ("object", "folder"):
             try:
@@ -687,7 +762,8 @@ def row(name: str) -> dict[str, str]:
 
 def line(error: BaseException) -> str:
     kind = "" if isinstance(error, GraphrunError) else f"{type(error).__name__}: "
-    return f"{kind}{(str(error) or 'no text').splitlines()[0][:300]}"
+    text = (str(error) or "no text").splitlines()[0]
+    return kind + (text if len(text) < 400 else f"{text[:100]}...{text[-297:]}")
 
 
 def shown() -> None:

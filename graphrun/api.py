@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from graphrun.devices import Budget
 from graphrun.disk_store import Store, store_in
 from graphrun.errors import InputError, PlanError
-from graphrun.graph.values import strings
+from graphrun.graph.values import as_path, strings
 from graphrun.notices import without_notices
 from graphrun.trace import warn_of
 
@@ -79,7 +79,7 @@ def estimate(
     reserve: str | int | None = None,
     until: str | None = None,
     precomputed: Iterable[str] = (),
-    cache: Path | None = None,
+    cache: str | Path | None = None,
 ) -> Problem:
     """Return the planning problem of running ``graph`` within its budgets.
 
@@ -126,6 +126,7 @@ def estimate(
     from graphrun.graph.graph import Graph as Declared
     from graphrun.graph.parts import Directives
 
+    cache = as_path(cache)
     card, *_ = cards = cards_for(vram, memory, hardware, cache=cache)
     if card.unified and strings(pin):
         raise InputError(
@@ -184,7 +185,7 @@ def precomputed(
     inputs: Mapping[str, Any] | None = None,
     *,
     hardware: str | Hardware | None = None,
-    cache: Path,
+    cache: str | Path,
     reuse: What = "encoded",
     allow: Iterable[str] = (),
     until: str | None = None,
@@ -204,6 +205,7 @@ def precomputed(
     from graphrun.batch.cache.reuse import reuse_for
     from graphrun.devices import hardware_for
 
+    cache = Path(cache)
     graph, inputs = graph.until(until).for_first(inputs or {})
     return reuse_for(
         graph,
@@ -231,7 +233,7 @@ def survey(
     pinned: bool = True,
     library: Iterable[str] = (),
     attention: str | None = None,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
 ) -> dict[str, Any]:
     """Return what ``graph`` needs without a budget, as JSON-ready data.
 
@@ -270,6 +272,7 @@ def survey(
         with_precisions,
     )
 
+    cache = as_path(cache)
     card, *_ = cards_for(None, memory, hardware, cache=cache)
     if memory is not None:
         refuse_wrong_budgets(card, Budget(memory=memory))
@@ -301,7 +304,10 @@ def survey(
 
 
 def plan(
-    problem: Problem, *, cache: Path | None = None, on_solved: Callable[[float], None] | None = None
+    problem: Problem,
+    *,
+    cache: str | Path | None = None,
+    on_solved: Callable[[float], None] | None = None,
 ) -> Solution:
     """Return the fastest plan that fits, with its proof.
 
@@ -319,7 +325,7 @@ def plan(
     """
     from graphrun.store import solution_for
 
-    return solution_for(problem, store_in(cache), on_solved)
+    return solution_for(problem, store_in(as_path(cache)), on_solved)
 
 
 def run(
@@ -331,7 +337,7 @@ def run(
     random_weights: bool = False,
     progress: ProgressCallback | None = None,
     tell: Callable[[str], None] | None = None,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
     precomputed: Mapping[str, Any] | None = None,
     reuse: What = "encoded",
     note: Callable[[str], None] | None = None,
@@ -380,6 +386,7 @@ def run(
     from graphrun.runtime.recovery import execute
     from graphrun.runtime.spool import spool_in
 
+    cache = as_path(cache)
     problem = solution.problem
     graph.refuse_list()
     graph = graph.until(problem.until)
@@ -416,7 +423,7 @@ def without_overlap(
     solution: Solution,
     device: Device,
     *,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Solution:
     """Return ``solution``, planned again if copies do not overlap compute as planned.
@@ -479,7 +486,7 @@ def attach(
     pin: Iterable[str] = (),
     reserve: str | int | None = None,
     between_calls: Literal["warm", "empty"] = "warm",
-    cache: Path | None = None,
+    cache: str | Path | None = None,
     tell: Callable[[str], None] | None = None,
     hook: Hook | None = None,
 ) -> Attachment:
@@ -539,7 +546,7 @@ def attach(
     from graphrun.graph.parts import Directives
     from graphrun.store import CallStore
 
-    methods = strings(entries)
+    cache, methods = as_path(cache), strings(entries)
     refuse_unnamed(pipe, components, methods)
     refuse_placed(pipe)
     arguments = Budget(vram, ram, pinned, disk, memory)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graphrun import api
 from graphrun.errors import InputError
+from graphrun.graph.values import as_path
 from graphrun.trace import warn_of
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ def run_many(
     common: Mapping[str, Any] | None = None,
     modules: Mapping[str, Any] | None = None,
     random_weights: bool = False,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
     reuse: What = "encoded",
-    resume: Path | None = None,
+    resume: str | Path | None = None,
     strict: bool = False,
     sink: Sink | None = None,
     watcher: Watcher | None = None,
@@ -77,6 +78,7 @@ def run_many(
     from graphrun.devices import resolved_in_process
     from graphrun.runtime.spool import spool_in
 
+    folder = as_path(cache)
     graph = graph.until(budgets.pop("until", None))
     graph = graph.without_sources() if random_weights else graph
     requests = resolved(requests_from(inputs), graph, common or {})
@@ -88,31 +90,35 @@ def run_many(
         replaced_arguments = {"modules": modules, "device": device} | {
             name: budgets.pop(name, None) for name in CLUSTER_OPTIONS
         }
-        machines = _machines(cluster, objective, replaced_arguments, cache)
+        machines = _machines(cluster, objective, replaced_arguments, folder)
         device_name = machines.label
     else:
         machines = None
-        cards, budgets = resolved_in_process(budgets, (modules or {}).values(), cache)
+        cards, budgets = resolved_in_process(budgets, (modules or {}).values(), folder)
         device_name = cards[0].label
     with contextlib.ExitStack() as stack:
         if machines is not None:
             from graphrun.cluster.actors import ClusterRunner
 
-            cluster_runner = stack.enter_context(ClusterRunner(machines, objective, cache, budgets))
-        journal, items = Journal(resume) if resume is not None else None, None
+            cluster_runner = stack.enter_context(
+                ClusterRunner(machines, objective, folder, budgets)
+            )
+        journal, items = Journal(Path(resume)) if resume is not None else None, None
         if graph.list_input:
             items = Items(graph, requests, sink, journal)
             graph, requests, sink = graph.per_item(), items.requests, items.sink
         context = queue.BatchContext(
             estimate=lambda values: api.estimate(
-                graph, inputs=values, hardware=cards, cache=cache, **budgets
+                graph, inputs=values, hardware=cards, cache=folder, **budgets
             ),
-            solve=lambda problem: api.plan(problem, cache=cache),
+            solve=lambda problem: api.plan(problem, cache=folder),
             device_name=device_name,
             reuse=(
                 None
-                if cache is None or modules or reuse == "none"
-                else lambda values: reuse_for(graph, values, device_name, cache, reuse, allow, note)
+                if folder is None or modules or reuse == "none"
+                else lambda values: reuse_for(
+                    graph, values, device_name, folder, reuse, allow, note
+                )
             ),
             modules=modules,
             journal=journal,
@@ -120,7 +126,7 @@ def run_many(
             sink=sink,
             watcher=watcher or NoWatcher(),
             strict=strict,
-            spool=spool_in(cache, note),
+            spool=spool_in(folder, note),
             dispatch=cluster_runner,
         )
         batch = queue.run_requests(graph, requests, context)

@@ -32,6 +32,7 @@ from graphrun.devices import as_opened, resolved_in_process
 from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.graph.settings import settings_of
+from graphrun.graph.values import as_path
 from graphrun.hook import ProgressCallback
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
@@ -86,7 +87,7 @@ class Session:
         inputs: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         random_weights: bool = False,
-        cache: Path | None = None,
+        cache: str | Path | None = None,
         reuse: What = "encoded",
         note: Callable[[str], None] | None = None,
         device: Device | None = None,
@@ -103,6 +104,7 @@ class Session:
             )
         graph.refuse_list()
         self._whole, self._inputs, self._modules = graph, dict(inputs or {}), modules
+        cache = as_path(cache)
         cards, budgets = resolved_in_process(budgets, (modules or {}).values(), cache)
         self._budgets = {**budgets, "hardware": cards, "runs": runs, "cache": cache}
         self._cache_options = (

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from graphrun.modules.trees import walk
+from graphrun.sim.generators import generator_on
 
 
 def signature_of(value: Any, texts: bool = False) -> Any:
@@ -53,9 +54,9 @@ def copy_for_dry_run(
     """Return a copy of ``value`` for a dry run on ``device``.
 
     Tensors on an accelerator go to ``device``; if the planned device is the CPU (``unified``),
-    tensors on the CPU too. CPU generators are copied with their state. A module is replaced by its
-    meta module (``meta_modules_by_id``: by the id of the live module), a callback by
-    `no_op_callback`.
+    tensors on the CPU too. CPU generators are copied with their state, others without. A module is
+    replaced by its meta module (``meta_modules_by_id``: by the id of the live module), a callback
+    by `no_op_callback`.
     """
 
     def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,9 +67,10 @@ def copy_for_dry_run(
     def copy(value: Any) -> Any:
         match value:
             case torch.Generator():
+                if value.device.type != "cpu":
+                    return generator_on(device)
                 twin = torch.Generator("cpu")
-                if value.device.type == "cpu":
-                    twin.set_state(value.get_state())
+                twin.set_state(value.get_state())
                 return twin
             case nn.Module():
                 return meta_modules_by_id.get(id(value), value)

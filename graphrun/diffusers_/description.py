@@ -91,7 +91,7 @@ class LivePipeline:
 
     def to_yaml(
         self,
-        path: Path,
+        path: str | Path,
         *,
         inputs: Mapping[str, Any] | None = None,
         whole: bool = False,
@@ -104,13 +104,15 @@ class LivePipeline:
         from, if any. Raises the errors of ``graph``, and InputError if the file exists and
         ``overwrite`` is not set.
         """
-        return self._imported(inputs or {}, whole=whole).write(path, overwrite=overwrite)
+        return self._imported(inputs or {}, whole=whole).write(Path(path), overwrite=overwrite)
 
     def _imported(self, inputs: Mapping[str, Any], *, whole: bool = False) -> Imported:
         from graphrun.diffusers_.importing.from_live import of_pipeline
         from graphrun.diffusers_.importing.imported import stage
+        from graphrun.modules.texts import restored_limits
 
-        return stage(of_pipeline(self.pipe), inputs, whole=whole)
+        with restored_limits(self.pipe.components.values()):
+            return stage(of_pipeline(self.pipe), inputs, whole=whole)
 
 
 def _sharing_copy(module: nn.Module) -> nn.Module:

@@ -42,6 +42,9 @@ from graphrun.runtime.files import file_block
 from graphrun.sim.casts import follow_autocast
 from graphrun.sim.dry import PLANNED, DryMachine
 
+OF_ANOTHER_DEVICE = "device type for generator"  # in PyTorch's error
+DRAWS_ON_DEVICE = "Its code draws random numbers on the device"
+
 
 @dataclass(frozen=True, slots=True)
 class AttachedCall:
@@ -153,11 +156,16 @@ class MetaPipeline:
                 if component_names
                 else "before any component was called"
             )
+            suggestion = (
+                f"{DRAWS_ON_DEVICE}: pass a generator of the device"
+                if OF_ANOTHER_DEVICE in str(error)
+                else "A dry run puts zeros in place of the components' outputs; if the pipeline "
+                "needs their values, write its stages as a graph file"
+            )
             raise ProbeError(
                 f"the dry run of {call.name}({describe_arguments(call.args, call.kwargs)}) failed "
-                f"{moment}, in the pipeline's own code: {type(error).__name__}: {error}. A dry run "
-                "puts zeros in place of the components' outputs; if the pipeline needs their "
-                "values, write its stages as a graph file"
+                f"{moment}, in the pipeline's own code: {type(error).__name__}: {error}. "
+                f"{suggestion}"
             ) from error
         return recording
 

@@ -562,6 +562,7 @@ class Graph:
                     *c.without_checkpoints().precision,
                     *([c.backing_store] if c.backing_store else []),
                     *([c.compile] if c.compile else []),
+                    *([] if c.keep_fp32 else ["no fp32"]),
                     *(_header_digest(Path(adapter.file)) for adapter in c.ip_adapters),
                 ]
                 for c in self.components.values()

@@ -331,6 +331,7 @@ class _GraphReader(StageReader):
             loras=self._adapters((*location, "loras"), spec.loras),
             ip_adapters=self._adapters((*location, "ip_adapters"), spec.ip_adapters),
             compile=spec.compile or "",
+            keep_fp32=spec.keep_fp32,
             variant=spec.variant or (self.spec.variant or "" if spec.source is None else ""),
             gguf=self._gguf(location, spec),
             file_line=self.document.file_line(location),

@@ -63,8 +63,8 @@ class Component:
     ``precision``. ``loras``: fused into the weights of ``source`` or ``gguf``. ``config``: of the
     class if ``has_config``; ``{}``: the constructor's defaults. ``precision``: the default first;
     the others must be allowed. ``backing_store``: the kinds of memory allowed for the master copy;
-    empty: any. ``compile``: ``blocks`` asks for compiled blocks. ``file_line``: ``file:line``, for
-    errors.
+    empty: any. ``compile``: ``blocks`` asks for compiled blocks. ``keep_fp32``: keep in
+    float32 what `from_pretrained` keeps in it. ``file_line``: ``file:line``, for errors.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Component:
     checkpoints: tuple[Checkpoint, ...] = ()
     ip_adapters: tuple[Adapter, ...] = ()
     compile: str = ""
+    keep_fp32: bool = True
     file_line: str = field(default="", compare=False)
 
     def in_dtype(self, dtype: str) -> Component:

@@ -215,6 +215,13 @@ class ComponentSpec(Spec):
             "when read."
         )
     )
+    keep_fp32: bool = Field(
+        default=True,
+        description=(
+            "false: modules that from_pretrained keeps in float32 have dtype too, as after "
+            "pipe.to(dtype)."
+        ),
+    )
     precision: list[Precision] | None = Field(
         default=None,
         min_length=1,

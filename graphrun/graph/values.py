@@ -6,6 +6,7 @@ import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from graphrun.graph import media
@@ -65,6 +66,11 @@ class Input:
 def strings(value: str | Iterable[str]) -> tuple[str, ...]:
     """Return the strings in ``value``; a string counts as one item."""
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+def as_path(value: str | Path | None) -> Path | None:
+    """Return the path that ``value`` is or names."""
+    return None if value is None else Path(value)
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

@@ -220,7 +220,13 @@ def leave_behind(graph: Graph, modules: Mapping[str, nn.Module]) -> None:
 
 def _fingerprint(component: Component) -> tuple[Any, ...]:
     """Return everything that the `meta_module` of ``component`` depends on."""
-    return component.class_path, _config_of(component), component.dtype, component.ip_adapters
+    return (
+        component.class_path,
+        _config_of(component),
+        component.dtype,
+        component.keep_fp32,
+        component.ip_adapters,
+    )
 
 
 @on_host()
@@ -525,16 +531,19 @@ _NO_REMOTE_CODE = {"trust_remote_code": False}  # by default transformers asks o
 
 def _as_loaded(module: Any, component: Component) -> nn.Module:
     """Put ``module`` into the state in which `from_pretrained` returns it: eval mode, and dtypes.
+    Without ``component.keep_fp32``, all tensors have its dtype, as after `nn.Module.to`.
 
     Parameters still require gradients, as there. `torch.matmul` computes in another order if a
     weight does not (`should_fold` in ATen/native/LinearAlgebra.cpp), and outputs would differ.
     """
     component_dtype = getattr(torch, component.dtype)
+    result: nn.Module = module.eval()
+    if not component.keep_fp32:
+        return result.to(component_dtype)
     for name, tensor in module.state_dict(keep_vars=True).items():
         dtype = _dtype_of(module, name, tensor.dtype, component_dtype)
         if tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)
-    result: nn.Module = module.eval()
     return result
 
 

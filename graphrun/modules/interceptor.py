@@ -72,7 +72,9 @@ WEIGHT_CHANGING = ("load_", "unload_", "add_", "delete_", "fuse_", "unfuse_", "m
 
 def changes_weights(method: Callable[..., Any]) -> bool:
     """Return whether ``method`` of a pipeline or module adds, removes or overwrites weights."""
-    loads = method.__module__.startswith(LOADERS) and method.__name__.startswith(WEIGHT_CHANGING)
+    loads = str(method.__module__).startswith(LOADERS) and method.__name__.startswith(
+        WEIGHT_CHANGING
+    )
     return loads or method is nn.Module.load_state_dict
 
 
@@ -320,6 +322,7 @@ class CallInterceptor:
             or self._reads is None
             or location is None
             or not isinstance(value, torch.Tensor)
+            or isinstance(value, DeferredTensor)  # of an outer interceptor
         ):
             return value
         path = f"{location[1]}.{name}" if location[1] else name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -86,6 +86,37 @@ def with_length_limit(
         {"__module__": tokenizer_class.__module__, **methods},
     )
     return tokenizer
+
+
+@contextmanager
+def restored_limits(parts: Iterable[Any], *, lifted: bool = False) -> Iterator[None]:
+    """Restore truncation and padding of the tokenizers among ``parts`` and in processors.
+
+    Every call of a tokenizer sets them, and its `save_pretrained` writes them. ``lifted``: inside,
+    there are none.
+    """
+    backends = [
+        backend
+        for part in parts
+        if (backend := getattr(getattr(part, "tokenizer", part), "backend_tokenizer", None))
+        is not None
+        and hasattr(backend, "no_truncation")
+    ]
+    limits = [(backend.truncation, backend.padding) for backend in backends]
+    if lifted:
+        for backend in backends:
+            backend.no_truncation()
+            backend.no_padding()
+    try:
+        yield
+    finally:
+        for backend, (truncation, padding) in zip(backends, limits, strict=True):
+            backend.no_truncation()
+            backend.no_padding()
+            if truncation is not None:
+                backend.enable_truncation(**truncation)
+            if padding is not None:
+                backend.enable_padding(**padding)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from graphrun.graph.media import opened
 from graphrun.graph.order import read_by
 from graphrun.graph.parts import Reference, Stage
 from graphrun.modules.classes import resolve_function
-from graphrun.modules.interceptor import CallInterceptor
+from graphrun.modules.interceptor import CallInterceptor, ReadHandler
 from graphrun.modules.trees import walk
 from graphrun.ops.block import block
 from graphrun.ops.call import call
@@ -80,7 +80,8 @@ class Stages:
     ``encode.embeds``. ``inputs_of``: by stage, replaces ``inputs``; then only these stages run, and
     the others are ``excluded_stages``. ``outlines_of``: by stage, outlines that replace values of
     other stages. ``journal``: saves the states of denoising loops; ``steps`` has the latest one.
-    ``planning``: skip work that only costs host time.
+    ``planning``: skip work that only costs host time. ``reads``: returns the values of weights of
+    components that the current stage does not list, for code that reads them.
 
     A value is dropped after its last consumer. After the last consumer that reads its numbers, it
     is replaced by an outline (`graphrun.ops.outlines`).
@@ -100,6 +101,7 @@ class Stages:
     precomputed: InitVar[Mapping[str, Any] | None] = None
     journal: InitVar[StepJournal | None] = None
     planning: bool = False
+    reads: ReadHandler | None = None
     before_stage: Before | None = None
     after_stage: Observer | None = None
 
@@ -194,7 +196,8 @@ class Stages:
             _plain(arguments),
             function,
         )
-        with error_context, CallInterceptor(absent_modules, device, self._refuse), torch.no_grad():
+        interceptor = CallInterceptor(absent_modules, device, self._refuse, reads=self.reads)
+        with error_context, interceptor, torch.no_grad():
             if function is not None:
                 stage_outputs = call_function(
                     function, stage, arguments, components, self.parts, device

@@ -133,10 +133,9 @@ def _component_digest(component: Component, calls: Sequence[Call], allow: Collec
     # without the name, which depends on the graph
     kinds = {digest_of(replace(call, component="").plain()) for call in component_calls}
     origin = component.config if component.has_config else component.source
-    compile_settings = [component.compile] if component.is_compiled(allow) else []
-    return digest_of(
-        [component.class_path, origin, component.dtype, sorted(kinds), *compile_settings]
-    )
+    settings = [component.compile] if component.is_compiled(allow) else []
+    settings += [] if component.keep_fp32 else ["no fp32"]
+    return digest_of([component.class_path, origin, component.dtype, sorted(kinds), *settings])
 
 
 def _environment(problem: Problem) -> list[Any]:

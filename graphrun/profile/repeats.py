@@ -190,7 +190,7 @@ class Repeats:
 def _has_foreign_hooks(module: nn.Module) -> bool:
     """Return whether other code hooks every call, as transformers does for hidden states."""
     return any(
-        not hook.__module__.startswith("graphrun.") for hook in module._forward_hooks.values()
+        not str(hook.__module__).startswith("graphrun.") for hook in module._forward_hooks.values()
     )
 
 

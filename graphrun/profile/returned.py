@@ -87,7 +87,7 @@ class Returned:
             ):
                 values = self.integers.get(storage._cdata)
                 if values is None and generates:
-                    values = _continued(arguments, example)
+                    values = continued_prompt(arguments, example)
                 if values is not None:
                     return values.to(device)
                 return torch.zeros(example.shape, dtype=example.dtype, device=device)
@@ -119,7 +119,9 @@ class Returned:
         return result
 
 
-def _continued(arguments: Sequence[torch.Tensor], example: torch.Tensor) -> torch.Tensor | None:
+def continued_prompt(
+    arguments: Sequence[torch.Tensor], example: torch.Tensor
+) -> torch.Tensor | None:
     """Return tokens like ``example``: those of the prompt among ``arguments``, and again."""
     for argument in arguments:
         values = argument.raw if isinstance(argument, SimTensor) else argument

@@ -24,6 +24,7 @@ from graphrun.modules.dtype_variants import DtypeVariants
 from graphrun.modules.memos import HeldAttributes, MovedTables, attributes_of, memos, moved_tables
 from graphrun.modules.quantize import ill_suited
 from graphrun.modules.source_files import origin_of
+from graphrun.modules.sources import Writer
 from graphrun.runtime.backing import BlockWriter, Disk
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.files import FileStore
@@ -71,6 +72,10 @@ class Host:
         writers = writers or {}
         refuse_movers({name: module for name, module in modules.items() if name not in writers})
         self._drafts: dict[str, Callable[[], nn.Module]] = {}  # of modules that a graph builds
+        # of components that no call of the plan enters: the module with its weights, or how to
+        # read them
+        self._uncalled_modules: dict[str, nn.Module] = {}
+        self._uncalled_writers: dict[str, Callable[[], Writer]] = {}
         for numbers in problem.components:
             if not numbers.copy_of:
                 self._add(modules[numbers.name], numbers, device, writers.get(numbers.name))
@@ -143,8 +148,31 @@ class Host:
             else:
                 continue
             host.prepare()
+        for name, component in graph.components.items():
+            if name in host.residencies:
+                continue
+            if name in prebuilt_modules:
+                host._uncalled_modules[name] = prebuilt_modules[name]
+            else:
+                host._uncalled_writers[name] = functools.partial(_writer, component, graph)
         host.parts = {name: build_part(part, graph) for name, part in graph.parts.items()}
         return host
+
+    def tensor(self, component: str, path: str) -> torch.Tensor:
+        """Return the weight ``path`` as the module of ``component`` has it: its values may be in
+        the backing store only. Of a component that no call enters, return its values."""
+        module = self._uncalled_modules.get(component, self.modules[component])
+        owner_path, _, name = path.rpartition(".")
+        owner = module.get_submodule(owner_path)
+        tensor = (owner._parameters | owner._buffers)[name]
+        assert tensor is not None  # code read it
+        if tensor.is_meta and component in self._uncalled_writers:
+            values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            writer = self._uncalled_writers[component]()
+            writer.read_into(path, values)
+            writer.close()
+            return values
+        return tensor
 
     @property
     def outside_bytes(self) -> int:
@@ -323,6 +351,10 @@ class Host:
 
 def _drafted(component: Component, graph: Graph, precision: str) -> nn.Module:
     return draft(component, graph, precision)[0]
+
+
+def _writer(component: Component, graph: Graph) -> Writer:
+    return draft(component, graph, component.precision[0])[1]
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

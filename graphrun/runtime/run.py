@@ -273,11 +273,11 @@ class PlanRun:
             return work()
         self._values = RunValues(self._device, work)
         self._cursor.leave_out(work.excluded_stages)
-        work.before_stage = self._before_stage
+        work.before_stage, work.reads = self._before_stage, self._read_weight
         try:
             return work.run()
         finally:
-            work.before_stage = None
+            work.before_stage = work.reads = None
             self._clear_attributes()
 
     def _before_stage(self, stage: str) -> None:
@@ -394,6 +394,9 @@ class PlanRun:
 
     def _read_weight(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a weight on the device, for code outside the component that reads it."""
+        # also of a meta module, in a stage that does not list the component
+        if tensor.is_meta and component in self._host.modules:
+            tensor = self._host.tensor(component, path)
         if tensor.device.type in ("cpu", "meta") and component in self._host.residencies:
             tensor = self._host.residencies[component].read(path, tensor)
         return tensor.to(self._device.torch_device, copy=True)

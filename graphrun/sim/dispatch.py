@@ -21,6 +21,7 @@ import torch
 from graphrun.sim.active import active_machine, is_simulated
 from graphrun.sim.attention import as_on_cards, take_additive_mask
 from graphrun.sim.flops import FORMULAS, Formula, launches_kernel
+from graphrun.sim.generators import device_of
 from graphrun.sim.special import (
     CONTIGUOUS,
     INDEX_WRITES,
@@ -266,10 +267,14 @@ def _options(kwargs: Mapping[str, Any], options: dict[str, Any], tensors: list[A
             on_host = value is not None and not is_simulated(value)
             options[key] = value if on_host else torch.device("cpu")
         elif key == "generator" and value is not None:
-            expected = active_machine().device.type
-            raise RuntimeError(
-                f"Expected a '{expected}' device type for generator but found '{value.device.type}'"
-            )
+            expected, generator_device = active_machine().device.type, device_of(value)
+            if generator_device.type != expected:
+                raise RuntimeError(
+                    f"Expected a '{expected}' device type for generator but found "
+                    f"'{generator_device.type}'"
+                )
+            if value.device.type == "cpu":  # else the default one draws the numbers
+                options[key] = value
         elif key != "pin_memory":
             options[key] = _unwrap(value, tensors)
     return on_host

@@ -13,6 +13,7 @@ from test_attach_pipelines import equal
 from tiny_pipelines import checked_peak_bytes
 
 import graphrun
+from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.errors import BrokenPlan, InputError
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.sim import Machine
@@ -211,3 +212,73 @@ def test_a_model_of_transformers_generates_a_text_for_a_picture() -> None:
             assert attachment.trace is not None
             assert attachment.trace.overruns == ()
     assert torch.equal(model.generate(picture, do_sample=False), long)
+
+
+class Stack(torch.nn.Module):
+    """Blocks in a row, and a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([self.block() for _ in range(6)])
+
+    @staticmethod
+    def block() -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Caller:
+    def __init__(self, net: torch.nn.Module) -> None:
+        self.net, self.device = net, torch.device("cpu")
+
+    def call(self, x: torch.Tensor) -> Any:
+        x = x.to(self.device)
+        for _ in range(3):
+            x = self.net(x)
+        return x
+
+
+@pytest.mark.parametrize("traced", ["whole", "blocks"])
+def test_modules_that_fx_traced_run_by_their_plan(traced: str) -> None:
+    torch.manual_seed(0)
+    net, device = Stack().eval(), SimulatedDevice(Machine())
+    x = torch.randn(5, 32)
+    want = Caller(net).call(x)
+    if traced == "whole":
+        net = torch.fx.symbolic_trace(net)
+    else:
+        net.blocks = torch.nn.ModuleList(map(torch.fx.symbolic_trace, net.blocks))
+    caller = Caller(net)
+    options = {"components": {"net": net}, "entries": ["call"], "device": device}
+    for vram in (1 << 30, 100_000):
+        with graphrun.attach(caller, vram=vram, **options) as attachment:
+            assert all(equal(caller.call(x), want) for _ in range(2))
+            assert (attachment.replans, attachment.trace.overruns) == ((), ())
+            assert attachment.trace.peak_bytes <= vram
+    assert device.allocated_bytes == 0
+
+
+class Noisy(Caller):
+    def noisy_call(self, x: torch.Tensor, generator: torch.Generator) -> Any:
+        x = self.call(x)
+        return x + torch.rand(1, device=self.device, generator=generator)
+
+
+def test_a_generator_of_the_host_is_refused_where_the_program_draws_on_the_device() -> None:
+    """As on a card. HeliosModularPipeline does so with an image."""
+    net = Stack().eval()
+    program, x = Noisy(net), torch.randn(5, 32)
+    options = {"components": {"net": net}, "entries": ["noisy_call"], "device": "sim"}
+    with (
+        graphrun.attach(program, vram="1G", **options),
+        pytest.raises(
+            ProbeError, match=r"found 'cpu'. Its code draws .* pass a generator of the device"
+        ),
+    ):
+        program.noisy_call(x, torch.Generator())

@@ -109,10 +109,19 @@ def qwen_image_21() -> Any:
 
 
 def ltx_25_decoder() -> Any:
-    """LTX-2.5's diffusion decoder, whose blocks use flex attention."""
+    """A pipeline of LTX-2.5's diffusion decoder."""
     torch.manual_seed(0)
-    decoder = d.LTX2VideoDiffusionDecoderModel(
-        latent_channels=8,
+    pipe = d.LTX2VideoDiffusionDecodePipeline(
+        diffusion_decoder=diffusion_decoder(8), scheduler=d.FlowMatchEulerDiscreteScheduler()
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return frozen(pipe)
+
+
+def diffusion_decoder(latent_channels: int) -> Any:
+    """LTX-2.5's diffusion decoder, whose blocks use flex attention."""
+    return d.LTX2VideoDiffusionDecoderModel(
+        latent_channels=latent_channels,
         decoder_head_dim=16,
         decoder_stage_channels=(256, 128, 64, 64, 32),
         decoder_stage_depths=(1, 1, 1, 1, 2),
@@ -120,11 +129,6 @@ def ltx_25_decoder() -> Any:
         decoder_stage5_kernel=(1, 3, 3),
         decoder_t_emb_dim=32,
     )
-    pipe = d.LTX2VideoDiffusionDecodePipeline(
-        diffusion_decoder=decoder, scheduler=d.FlowMatchEulerDiscreteScheduler()
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return frozen(pipe)
 
 
 def minimax_h3() -> Any:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "pipelines.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "pipelines.md"
+MODULAR = ROOT / "benchmarks" / "results" / "modular.json"
+MODULAR_CELLS = {
+    "ample": "attached, ample",
+    "least": "attached, minimum",
+    "object": "imported live",
+    "folder": "imported from its folder",
+}
+MODULAR_HEAD = (
+    f"| {' | '.join(MODULAR_CELLS.values())} | blocks and workflows |\n"
+    f"|{'---|' * (len(MODULAR_CELLS) + 1)}\n"
+)
+CELL_CHARACTERS = 100
 
 
 def rows_below(head: str) -> list[str]:
@@ -37,3 +52,43 @@ def write(head: str, rows: Iterator[str]) -> None:
     DOCUMENT.write_text(
         head_text + head + "\n".join(rows) + "\n\n" + tail_text.partition("\n\n")[2]
     )
+
+
+def modular_rows() -> Iterator[str]:
+    """The rows of the table of modular pipelines, from the recorded results."""
+    return grouped(
+        {
+            _blocks(name): tuple(
+                _cell(cells.get(kind) or cells.get("not_built", "-")) for kind in MODULAR_CELLS
+            )
+            for name, cells in _modular_results()["rows"].items()
+        }
+    )
+
+
+def modular_counts() -> str:
+    """The sentence about the counts in the recorded results."""
+    results = _modular_results()
+    equal = results["equal"]
+    return (
+        f"Of {results['cases']} workflows, {equal['ample']} are equal attached with ample VRAM and "
+        f"{equal['least']} with the minimum; {equal['object']} imported live and "
+        f"{equal['folder']} from a folder."
+    )
+
+
+def _modular_results() -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(MODULAR.read_text())
+    return results
+
+
+def _blocks(name: str) -> str:
+    kind, _, workflow = name.partition(":")
+    short_name = kind.removesuffix("Blocks").removesuffix("Auto")
+    return f"{short_name} ({workflow})" if workflow else short_name
+
+
+def _cell(text: str) -> str:
+    # an error of a dry run ends with its cause
+    short_text = text if len(text) <= CELL_CHARACTERS else f"...{text[-CELL_CHARACTERS:]}"
+    return short_text.replace("|", "/").replace(" / ", "/")

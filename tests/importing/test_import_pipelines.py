@@ -16,6 +16,7 @@ from tiny_pipelines import cases
 
 import graphrun
 from graphrun.errors import PlanError
+from graphrun.modules.build import build
 
 THREE = (
     "FluxPipeline",
@@ -176,6 +177,25 @@ def test_a_live_pipeline_is_the_same_graph(tmp_path: Path) -> None:
     inputs = {**source.inputs, **{k: v for k, v in source.sets.items() if k in live.graph.inputs}}
     trace = run(live.graph, planned(live.graph, inputs, pinned=True), inputs, live.graph_modules)
     assert equal(trace.outputs["image"], source.expected())
+
+
+@pytest.mark.parametrize(
+    ("name", "component"), [("WanPipeline", "transformer"), ("ZImagePipeline", "text_encoder")]
+)
+def test_a_pipeline_cast_as_a_whole_keeps_its_dtypes(
+    name: str, component: str, tmp_path: Path
+) -> None:
+    """``pipe.to(dtype)`` also casts modules that `from_pretrained` keeps in float32, and tables of
+    positions that it computes in float32."""
+    source = saved(name, tmp_path)
+    source.pipe.to(torch.bfloat16)
+    live = graphrun.from_pipeline(source.pipe)
+    graph, modules = live.to_yaml(tmp_path / "a.yaml", inputs=source.sets), live.graph_modules
+    assert [c.name for c in graph.components.values() if not c.keep_fp32] == [component]
+    built = build(graph.components[component], graph)
+    assert {tensor.dtype for tensor in (*built.parameters(), *built.buffers())} == {torch.bfloat16}
+    trace = run(graph, planned(graph, source.inputs, at_minimum=True), source.inputs, modules)
+    assert equal(next(iter(trace.outputs.values())), source.expected())
 
 
 def test_a_module_under_two_names_has_its_tensors_once() -> None:

@@ -230,3 +230,18 @@ def test_a_workflow_that_several_inputs_select_requires_the_first() -> None:
         workflow: call_parameters(pipe, workflow)["image"].default for workflow in ("", "fl2va")
     }
     assert (defaults[""], defaults["fl2va"]) == (None, required)
+
+
+def test_a_tokenizer_is_written_without_the_limits_of_its_last_call(tmp_path: Path) -> None:
+    """transformers saves them, and a loaded tokenizer truncates to them."""
+    pipe = cases()["FluxPipeline"].build()
+    limits = {"truncation": True, "padding": "max_length", "max_length": 7}
+    pipe.tokenizer("a lighthouse at dusk", **limits)
+    graphrun.from_pipeline(pipe).to_yaml(tmp_path / "flux.yaml")
+    written_files = sorted(tmp_path.glob("tokenizers/*/tokenizer.json"))
+    assert len(written_files) == 2
+    for file in written_files:
+        content = json.loads(file.read_text())
+        assert (content["truncation"], content["padding"]) == (None, None)
+    assert pipe.tokenizer.backend_tokenizer.truncation["max_length"] == 7
+    assert pipe.tokenizer_2.backend_tokenizer.truncation is None

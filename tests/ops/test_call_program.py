@@ -6,11 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import FILM
+import torch
+from programs import FILM, Staged
 
 import graphrun
 from graphrun.errors import GraphError
 from graphrun.graph.loading import load
+from graphrun.modules.build import build
 
 
 @pytest.fixture
@@ -87,3 +89,30 @@ def test_without_its_code_the_file_is_refused_with_the_place_to_get_it(
         r"and add .* PYTHONPATH",
     ):
         graphrun.estimate(load(film, ["absent_film"]), vram="1G", ram="1G", hardware="sim")
+
+
+@pytest.mark.parametrize("given_modules", [False, True])
+def test_a_stage_reads_weights_of_components_that_it_does_not_list(
+    film: Path, given_modules: bool
+) -> None:
+    """``text`` is called in an earlier stage, ``spare`` in none."""
+    shift = "  shift: {op: call, method: shift, uses: [vae], with: {frames: $make.frames}}\n"
+    text = FILM.replace(
+        "stages:",
+        "  spare: {class: programs.Decoder, config: {}, dtype: float32, seed: 4}\nstages:",
+    )
+    text = text.replace("uses: [text, dit, vae]", "uses: [text, dit, vae, spare]")
+    text = text.replace("outputs: {frames: $make", f"{shift}outputs: {{frames: $shift")
+    film.write_text(text)
+    graph = load(film, ["programs"])
+    modules = {name: build(part, graph) for name, part in graph.components.items()}
+    inputs = {"text": "a lighthouse"}
+    problem = graphrun.estimate(graph, vram="1G", ram="1G", hardware="sim", inputs=inputs)
+    solution = graphrun.plan(problem)
+    program = Staged.__new__(Staged)
+    vars(program).update(modules, steps=2, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    want = program.shift(program.generate("a lighthouse", generator=generator))
+    trace = graphrun.run(solution, graph, inputs, modules=modules if given_modules else None)
+    assert torch.equal(trace.outputs["frames"], want)
+    assert trace.overruns == ()

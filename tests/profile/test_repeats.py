@@ -109,6 +109,16 @@ def test_a_block_with_a_side_effect_is_always_run(net: Net) -> None:
     assert len(storage) == 6
 
 
+def test_a_hook_of_generated_code_runs_in_every_call(net: Net) -> None:
+    namespace: dict[str, Any] = {"__builtins__": {}}
+    exec("def count(module, args, output): calls.append(1)", namespace)
+    namespace["calls"] = hook_calls = list[int]()
+    for block in net.blocks:
+        block.register_forward_hook(namespace["count"])
+    record(net, repeats=True)
+    assert (namespace["count"].__module__, len(hook_calls)) == (None, 6)
+
+
 def test_a_block_with_hooks_is_always_run(net: Net) -> None:
     hooked: list[int] = []
     for block in net.blocks:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tqdm.auto import tqdm
 
+from graphrun.diffusers_.call_arguments import copy_for_dry_run
 from graphrun.sim import PLANNED, DryMachine
 
 
@@ -56,3 +57,29 @@ def test_progress_bars_show_outside_dry_runs_only(capsys: pytest.CaptureFixture[
     list(tqdm(range(2), desc="plain"))
     text = capsys.readouterr().err
     assert [word in text for word in ("dry", "elsewhere", "plain")] == [False, True, True]
+
+
+class GeneratorOnCard(torch.Generator):
+    """A generator that reports a card's device, as one made on a card does."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+def test_a_generator_of_a_card_draws_on_the_planned_device() -> None:
+    """HeliosModularPipeline draws on the device itself: with a generator of the host it fails on a
+    card, with one of the card it runs."""
+    copies = copy_for_dry_run([GeneratorOnCard("cpu"), torch.Generator()], PLANNED, {})
+    card_generator, host_generator = copies
+    assert (card_generator.device, host_generator.device.type) == (PLANNED, "cpu")
+    with DryMachine() as machine:
+        tensors = [
+            torch.rand(1, device=PLANNED, generator=card_generator),
+            torch.ones(3, device=PLANNED).normal_(generator=card_generator),
+        ]
+        machine.hollow_bytes = 1 << 16
+        tensors.append(torch.randn(1 << 16, device=PLANNED, generator=card_generator))
+        assert {tensor.device for tensor in tensors} == {PLANNED}
+        with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator"):
+            torch.rand(1, device=PLANNED, generator=host_generator)

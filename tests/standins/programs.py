@@ -180,6 +180,12 @@ class Staged(Film):
 
     text: Encoder
     models = property(lambda self: {"text": self.text})  # type: ignore[assignment]
+    spare: Decoder
+
+    def shift(self, frames: torch.Tensor) -> torch.Tensor:
+        """Reads weights of modules that it does not call."""
+        words, bias = self.text.words.weight, self.spare.layers[0].mix.bias
+        return frames * words[0].to(frames.device) + bias.to(frames.device)
 
 
 class Reader(Encoder):

@@ -30,6 +30,7 @@ from graphrun.errors import GraphrunError
 from graphrun.graph.graph import Graph
 from graphrun.modules.trees import holders_in, put_content, tensors_in, walk
 from graphrun.profile.dry_run import HOLLOW_BYTES, Prober, random_weights
+from graphrun.profile.returned import continued_prompt
 from graphrun.sim.dry import PLANNED, DryMachine
 from graphrun.sim.tensor import SimTensor
 
@@ -83,7 +84,8 @@ class FingerprintRun(Prober):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Record the call, and return random tensors in the shapes of its outputs.
+        """Record the call, and return random tensors in the shapes of its outputs. Generated tokens
+        repeat the prompt's.
 
         Objects among the arguments that the call changes, such as a cache of keys and values, get
         random tensors too. Raises ProbeError if the call cannot be traced.
@@ -101,12 +103,15 @@ class FingerprintRun(Prober):
         digest = digest_of((component, method, args, kwargs))
         self.component_calls.append(ComponentCall(component, method, digest))
         generator = torch.Generator("cpu").manual_seed(int(digest[:15], 16))
-        template, argument_contents = walk(
-            (result.template, result.argument_contents),
-            lambda tensor: (
-                _random_like(tensor, generator).to(PLANNED) if tensor.is_meta else tensor
-            ),
-        )
+        argument_tensors = tensors_in((args, kwargs)) if method == "generate" else []
+
+        def tensor_like(template: torch.Tensor) -> torch.Tensor:
+            if not template.is_meta:
+                return template
+            tokens = continued_prompt(argument_tensors, template)
+            return (_random_like(template, generator) if tokens is None else tokens).to(PLANNED)
+
+        template, argument_contents = walk((result.template, result.argument_contents), tensor_like)
         holders = holders_in((args, kwargs))
         for number, content in argument_contents.items():
             put_content(holders[number], content)

@@ -3,9 +3,11 @@ weights. Also finds the source from which a graph file can load weights and toke
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphrun.diffusers_.importing.found import (
@@ -22,6 +24,8 @@ from graphrun.diffusers_.importing.modular_spec import blocks_of, fresh_configs,
 from graphrun.diffusers_.live import own_class
 from graphrun.errors import InputError
 from graphrun.graph.graph import DEFAULT_ALLOW
+from graphrun.graph.parts import Component
+from graphrun.modules.build import meta_module
 from graphrun.ops.modular import is_modular_class
 
 
@@ -129,6 +133,22 @@ def _add(description: PipelineDescription, name: str, value: Any, source: str | 
     description.add(
         name, path, plain_config(config), (dtype or "float32", OF_FILES), source=source, live=value
     )
+    component = description.components[name]
+    if _is_cast_as_a_whole(value, component, description.trust):
+        description.components[name] = replace(component, keep_fp32=False)
+
+
+def _is_cast_as_a_whole(module: nn.Module, component: Component, trust: tuple[str, ...]) -> bool:
+    """Return whether ``module`` has all tensors in one 16-bit dtype, and, loaded as ``component``,
+    would have some in float32."""
+    if _floating_dtypes(module) not in ({torch.bfloat16}, {torch.float16}):
+        return False
+    return torch.float32 in _floating_dtypes(meta_module(component, trust))
+
+
+def _floating_dtypes(module: nn.Module) -> set[torch.dtype]:
+    tensors = (*module.parameters(), *module.buffers())
+    return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
 
 def _inner_modules(value: Any) -> list[nn.Module]:

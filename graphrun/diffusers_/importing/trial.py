@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from graphrun.diffusers_.dry_call import ProbeError
+from graphrun.diffusers_.dry_call import DRAWS_ON_DEVICE, OF_ANOTHER_DEVICE, ProbeError
 from graphrun.diffusers_.importing.fingerprint import ComponentCall, FingerprintRun, digest_of
 from graphrun.diffusers_.importing.found import PipelineDescription
 from graphrun.diffusers_.importing.signature import (
@@ -135,10 +135,16 @@ class TrialPipeline:
                 f"after {entries[-1]} was called" if entries else "before any component was called"
             )
             text = " ".join(str(error).split())[:400]
+            suggestions = (
+                f"{DRAWS_ON_DEVICE}, and a graph's generator is on the CPU: attach to it "
+                "(graphrun.attach) and pass a generator of the device"
+                if OF_ANOTHER_DEVICE in text
+                else self._suggestions()
+            )
             raise ProbeError(
                 f"the dry run of {self.description.pipeline}({', '.join(argument_names)}) failed "
                 f"{moment}, in the pipeline's own code: "
-                f"{type(error).__name__}: {text}. {self._suggestions()}"
+                f"{type(error).__name__}: {text}. {suggestions}"
             ) from error
 
     def run_staged(

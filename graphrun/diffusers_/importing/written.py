@@ -3,6 +3,7 @@ This module decides comments, order, and which configurations are inline or in t
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections import Counter
@@ -19,6 +20,7 @@ from graphrun.diffusers_.importing.layout import GraphLayout
 from graphrun.diffusers_.importing.standin import stand_in_words
 from graphrun.graph.graph import DEFAULT_ALLOW
 from graphrun.graph.parts import Component, Part, Reference, Stage
+from graphrun.modules.texts import restored_limits
 
 WIDTH = 128  # characters in a line
 SHORT = 90  # characters of JSON up to which a configuration is inline
@@ -133,6 +135,8 @@ def _component(
     }
     if component.source is not None:
         entry["source"] = _relative_source(component.source, folder)
+    if not component.keep_fp32:
+        entry["keep_fp32"] = False
     if component.precision:
         entry["precision"] = list(component.precision)
     if component.variant:
@@ -159,9 +163,15 @@ def _part(
         entry["source"] = _relative_source(part.source, folder)
     elif description.source is None:
         folder_path = f"tokenizers/{name}-{part.name}"
-        files[folder_path] = description.live[part.name].save_pretrained
+        files[folder_path] = functools.partial(_save, description.live[part.name])
         entry["source"] = f"./{folder_path}"
     return entry
+
+
+def _save(live: Any, folder: Path) -> None:
+    """Save a tokenizer or processor without the limits of its last call."""
+    with restored_limits([live], lifted=True):
+        live.save_pretrained(folder)
 
 
 def _config(member: Component | Part, name: str, files: dict[str, Any]) -> Any:
