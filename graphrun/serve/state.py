@@ -113,6 +113,8 @@ class JobStore:
 
     def flush(self) -> bool:
         """Write the changes that could not be written, in their order; return whether all are."""
+        if not self._unwritten:
+            return True
         try:
             while self._unwritten:
                 with self._database:  # all of it, or nothing
