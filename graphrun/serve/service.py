@@ -262,8 +262,13 @@ class Service:
         if (key := self.keys.get(job.owner)) is not None:
             self._rates.take(job.owner, key.per_minute, len(job.request.runs))
         with self._at_work():
-            plan, share = await self._plan(job.request)
-            return self._admit(job, plan, share)
+            try:
+                plan, share = await self._plan(job.request)
+                return self._admit(job, plan, share)
+            except Refused as error:
+                if error.retry_seconds is not None:  # the client sends it again
+                    self._rates.give_back(job.owner, len(job.request.runs))
+                raise
 
     async def _patiently(self, plan: Callable[[], Awaitable[T]]) -> T:
         """Return what ``plan`` returns, also if the planner is busy or starts again."""

@@ -17,6 +17,7 @@ from graphrun.serve.bodies import PictureRequest, RequestShape
 from graphrun.serve.catalog import Catalog
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
+from graphrun.serve.keys import ApiKey
 from graphrun.serve.line import Cost, Line, QueueEntry
 from graphrun.serve.metrics import Metrics
 from graphrun.serve.planner import PlannedShape
@@ -317,3 +318,29 @@ def test_a_run_on_a_full_disk_goes_on_without_its_state_and_is_to_be_sent_again(
     ((kind, content),) = messages
     assert (kind, content["status"]) == ("failed", 503)
     assert content["message"] == "the disk of the server is full: try again"
+
+
+def test_a_request_that_is_to_be_sent_again_takes_nothing_from_its_key(tmp_path: Path) -> None:
+    async def act() -> None:
+        keys = {"tester": ApiKey("", per_minute=1)}
+        settings = Settings(
+            (Path("flux-tiny"),), (), {}, (), tmp_path, "none", tmp_path, {}, "1", keys=keys
+        )
+        service: Any = Service(settings)
+        body = service.bodies["flux-tiny"].read({"prompt": "a"})
+        errors = [
+            Refused(503, "the planner has ended", "interrupted", retry_seconds=1),
+            Refused(422, "nothing fits", "does_not_fit"),
+        ]
+
+        async def plan(_: Any) -> None:
+            raise errors.pop(0)
+
+        service._plan = plan
+        for code in ("interrupted", "does_not_fit", "rate_limited"):
+            with pytest.raises(Refused) as refusal:
+                await service.submit_job(body, "tester")
+            assert refusal.value.code == code
+        service.close()
+
+    asyncio.run(act())
