@@ -282,6 +282,8 @@ def save_outputs(
     destination: Files | Path,
     fps: float = FPS,
     source: Mapping[str, Any] | None = None,
+    *,
+    rescues: bool = True,
 ) -> list[Path]:
     """Write ``outputs`` and return the paths, in order.
 
@@ -290,8 +292,8 @@ def save_outputs(
     (embeddings, latents) in one file under names such as ``embeds.prompt_embeds``. ``source`` goes
     into the metadata of each file.
 
-    If a file cannot be written, all outputs are saved as tensors next to it or in a temporary
-    folder, and an InputError names that file.
+    If a file cannot be written, InputError is raised. With ``rescues``, all outputs are then saved
+    as tensors next to it or in a temporary folder, and the error names that file.
     """
     files, metadata = (
         {"": destination} if isinstance(destination, Path) else destination,
@@ -311,6 +313,8 @@ def save_outputs(
             if isinstance(error, InputError)
             else f"{path}: cannot be written: {type(error).__name__}: {error}"
         )
+        if not rescues:
+            raise InputError(str(text)) from error
         raise InputError(
             f"{text}; the outputs are kept as tensors in "
             f"{_save_as_tensors(outputs, path, metadata)}"

@@ -197,7 +197,7 @@ def model_of(graph: Graph, service: Service) -> dict[str, Any]:
         "videos": makes_videos(graph),
         "fps": graph.fps,
         "limits": {
-            "n": bounds.pictures,
+            "n": 1 if makes_videos(graph) else bounds.pictures,
             "pixels": bounds.pixels,
             "steps": bounds.steps,
             "prompt": bounds.characters,

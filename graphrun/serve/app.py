@@ -61,6 +61,11 @@ def create_app(service: Service, host: str) -> FastAPI:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return await refused(request, refusal_of(error.errors()[0]))
 
+    @app.exception_handler(Exception)  # the log has the traceback
+    async def failed(request: Request, _: Exception) -> Response:
+        text = "the server failed; its log has the reason"
+        return await refused(request, Refused(500, text, "server_failed"))
+
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
         text, code = str(error.detail), "unknown_url"

@@ -85,7 +85,7 @@ FAULTS = {
     "literal_error": "{input} is not {expected}",
     "missing": "it is missing",
     "string_pattern_mismatch": SIZE,
-    "string_type": SIZE,
+    "string_type": "{input} is not a text",
     "value_error": "{error}",
 }
 OVER_LIMIT = "over_limit"
@@ -311,7 +311,10 @@ def body_model(
     text = "The graph. Without it the first one that makes the output."
     fields["model"] = str, Field(graph.name, description=text)
     text = "Pictures; each has the seed of the one before plus 1."
-    fields["n"] = Whole, Field(1, ge=1, le=bounds.pictures, description=text)
+    max_pictures = (
+        1 if base is VideoBody else bounds.pictures
+    )  # /v1/videos has one file for each id
+    fields["n"] = Whole, Field(1, ge=1, le=max_pictures, description=text)
     fields[f"{INPUT}seed"] = Whole | None, Field(None, alias="seed", description=DRAWN)
     for name, spec in graph.inputs.items():
         names = [alias for alias, target in aliases.items() if target == name]

@@ -14,6 +14,7 @@ from graphrun.serve.bodies import PictureRequest
 from graphrun.serve.errors import Refused
 
 ENDED = ("done", "failed", "cancelled")
+DELETED = "deleted"  # code of the error of a deleted job
 
 
 @dataclass(eq=False)
@@ -62,6 +63,11 @@ class Job:
     @property
     def ended(self) -> bool:
         return self.state in ENDED
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether its client deleted it."""
+        return self.error is not None and self.error.code == DELETED
 
     def change(self, **values: Any) -> None:
         """Set attributes, and wake the coroutines that wait for a change."""

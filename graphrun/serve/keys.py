@@ -96,3 +96,9 @@ class Rates:
             text += f", and this request asks for {pictures}" if never else ": try again later"
             raise Refused(429, text, "rate_limited", retry_seconds=None if never else wait)
         self._spent[owner] = spent + pictures, second
+
+    def give_back(self, owner: str, pictures: int) -> None:
+        """Do not count ``pictures`` that were taken."""
+        if owner in self._spent:
+            spent, second = self._spent[owner]
+            self._spent[owner] = max(0.0, spent - pictures), second

@@ -13,7 +13,7 @@ from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import Job
 from graphrun.serve.log import log
 from graphrun.serve.plans import ignore_error
-from graphrun.serve.state import JobStore
+from graphrun.serve.state import RETRY_SECONDS, JobStore
 from graphrun.serve.webhooks import Delivery, Webhooks
 
 KEPT_JOBS = 100  # ended jobs, as long as all stored pictures fit `KEPT_PICTURES_BYTES`
@@ -43,7 +43,8 @@ class JobRecords:
         arrived are called again."""
         self.webhooks.start()
         for job in self.store.jobs(catalog, self.end) if self.store is not None else ():
-            self._remember(job)
+            if not job.is_deleted:
+                self._remember(job)
         waiting_jobs = [job for job in self.jobs.values() if not job.ended]
         if self.jobs:
             log("restored", waiting=len(waiting_jobs), ended=len(self.jobs) - len(waiting_jobs))
@@ -62,8 +63,9 @@ class JobRecords:
 
     @contextlib.contextmanager
     def admission(self, job: Job, *, is_stored: bool) -> Iterator[None]:
-        """Record ``job``, which the body of the ``with`` admits. Its Idempotency-Key is taken
-        meanwhile, and free again if the body raises."""
+        """Record ``job``, which the body of the ``with`` admits, calling `add`. Its Idempotency-Key
+        is taken meanwhile, and free again if the body raises."""
+        job.is_stored = self.store is not None and is_stored
         key = job.owner, job.key
         if job.key:
             self._keys[key] = asyncio.get_running_loop().create_future()
@@ -75,15 +77,18 @@ class JobRecords:
                 reason = error if isinstance(error, Refused) else Refused.stopping()
                 self._keys.pop(key).set_exception(reason)
             raise
-        if self.store is not None and is_stored:
-            job.is_stored = True
-            self.store.add(job)
         self._remember(job)
         self._forget_old_jobs()
 
+    def add(self, job: Job) -> None:
+        """Store ``job``, a new one, if it outlives the server. Raises Refused (503) if that is
+        impossible now."""
+        if self.store is not None and job.is_stored:
+            self.store.add(job)
+
     def forget(self, job: Job) -> None:
         """Forget an ended job, with its pictures and its Idempotency-Key."""
-        del self.jobs[job.id]
+        self.jobs.pop(job.id, None)
         self._keys.pop((job.owner, job.key), None)
         if self.store is not None:
             self.store.remove(job)
@@ -99,6 +104,11 @@ class JobRecords:
         if self.store is not None:
             self.store.drop_runs(job)
 
+    def cancel(self, job: Job) -> None:
+        """Store that ``job``, which runs, is cancelled."""
+        if self.store is not None and job.is_stored:
+            self.store.cancel(job)
+
     def end(self, job: Job) -> None:
         """Store how ``job`` ended, and call its webhook."""
         delivery = Delivery.of(job) if job.request.webhook else None
@@ -106,6 +116,14 @@ class JobRecords:
             self.store.end(job, delivery)
         if delivery is not None:
             self.webhooks.deliver(delivery)
+        if job.is_deleted:
+            self.forget(job)
+
+    async def write(self) -> None:
+        """Write what could not be written to the store, again and again."""
+        while self.store is not None:
+            await asyncio.sleep(RETRY_SECONDS)
+            self.store.flush()
 
     def _remember(self, job: Job) -> None:
         self.jobs[job.id] = job

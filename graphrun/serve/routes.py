@@ -36,7 +36,7 @@ from graphrun.serve.intake import (
     picture_request,
     unless_gone,
 )
-from graphrun.serve.jobs import Job
+from graphrun.serve.jobs import DELETED, Job
 from graphrun.serve.page import ASSETS, POLICY, page
 from graphrun.serve.service import Service
 
@@ -55,10 +55,16 @@ def absent(kind: str, id: str) -> Refused:
 async def own_job(request: Request, owner: Owner, name: str) -> Job:
     """Return the job ``name`` of ``owner``. Raises Refused (404)."""
     job: Job | None = request.app.state.service.records.jobs.get(name)
-    if job is None or job.owner != owner:
+    if job is None or job.owner != owner or job.is_deleted:
         raise absent("job", name)
     request.state.job = name
     return job
+
+
+def jobs_of(service: Service, owner: str) -> list[Job]:
+    """Return the jobs of ``owner``, the newest first."""
+    jobs = reversed(service.records.jobs.values())
+    return [job for job in jobs if job.owner == owner and not job.is_deleted]
 
 
 OwnJob = Annotated[Job, Depends(own_job)]
@@ -192,7 +198,7 @@ def jobs(service: Service, pictures: Pictures) -> APIRouter:
         request: Request, owner: Owner, limit: PageLength = 20, earlier_id: EarlierId = ""
     ) -> Any:
         """The jobs of the key, the newest first: ``limit`` of them, older than job ``after``."""
-        own_jobs = [job for job in reversed(service.records.jobs.values()) if job.owner == owner]
+        own_jobs = jobs_of(service, owner)
         selection, has_more = page_of(own_jobs, limit, earlier_id)
         data = [state_of(job, request) for job in selection]
         return {"object": "list", "data": data, "has_more": has_more}
@@ -244,11 +250,7 @@ def videos(service: Service) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
     ) -> Any:
         """The videos of the key: ``limit``, ``order`` (asc, desc), and ``after``, an id."""
-        own_jobs = [
-            job
-            for job in reversed(service.records.jobs.values())
-            if job.owner == owner and job.request.suffix == VIDEO
-        ]
+        own_jobs = [job for job in jobs_of(service, owner) if job.request.suffix == VIDEO]
         if order == "asc":
             own_jobs.reverse()
         selection, has_more = page_of(own_jobs, limit, earlier_id)
@@ -274,9 +276,9 @@ def videos(service: Service) -> APIRouter:
     @router.delete("/{name}")
     async def delete(job: OwnVideo) -> Any:
         """Deletes a video; one that is being made is cancelled, at the end of its step."""
-        service.queue.cancel(job)
         if job.ended:
             service.records.forget(job)
+        service.queue.cancel(job, Refused(409, "the video was deleted", DELETED))
         return {"id": job.id, "object": "video.deleted", "deleted": True}
 
     return router
@@ -348,7 +350,8 @@ async def _submitted(
     """Admit the job in the request. Its uploaded files are deleted if it is refused, or if it is
     the job of an earlier request with the same ``key``."""
     folder, job = _folder(service), None
-    body = hashlib.sha256(await request.body()).hexdigest() if key else ""
+    kind = request.headers.get("content-type", "")
+    body = digest_of(await request.body(), kind) if key else ""
     try:
         generation = await picture_request(request, route, folder)
         if generation.streams:
@@ -361,6 +364,14 @@ async def _submitted(
             shutil.rmtree(folder, ignore_errors=True)
     request.state.job = job.id
     return job
+
+
+def digest_of(body: bytes, content_type: str) -> str:
+    """Return the SHA-256 of ``body``, without the boundary of a form: clients draw another one each
+    time."""
+    boundary = content_type.partition("boundary=")[2].partition(";")[0].strip(' "')
+    content = body.replace(boundary.encode("latin-1"), b"") if boundary else body
+    return hashlib.sha256(content).hexdigest()
 
 
 def _schema(service: Service, route: Route) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
@@ -109,12 +110,16 @@ class RunQueue:
         return (next(starts, self._clock) - self._clock) * self.pace
 
     def cancel(self, job: Job, reason: Refused | None = None) -> None:
-        """Cancel ``job``: at once if it waits, otherwise when the worker reports it."""
+        """Cancel ``job``: at once if it waits, otherwise when the worker reports it. What a client
+        cancelled stays cancelled while the server stops."""
         if job.ended:
             return
-        job.error = reason or Refused(409, "the request was cancelled", "cancelled")
+        if reason is None or reason.code != "stopping" or job.error is None:
+            job.error = reason or Refused(409, "the request was cancelled", "cancelled")
         if self._active is not None and self._active.entry_of(job.id) is not None:
             assert self._worker is not None
+            if job.error is not reason or reason.code != "stopping":
+                self._records.cancel(job)
             self._worker.send("cancel", id=job.id)
         else:
             self._line.remove(job)
@@ -194,7 +199,8 @@ class RunQueue:
         create the run's folder."""
         job.change(state="running", stage="", step=0, steps=0)
         folder = job.folder / str(number)
-        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # the worker reports it
+            folder.mkdir(parents=True, exist_ok=True)
         return {
             "id": job.id,
             "number": number,

@@ -77,11 +77,13 @@ class Service:
     # -- life
 
     def start(self) -> None:
-        """Start the worker and planner processes, and plan each graph at its defaults."""
+        """Start the worker and planner processes, and plan each graph at its defaults. Raises
+        InputError if stored jobs cannot be read."""
+        waiting_jobs = self.records.restore(self.catalog)
         self.queue.start()
         self.plans.start()
-        waiting_jobs = self.records.restore(self.catalog)
         self._tasks.append(asyncio.ensure_future(self._restore(waiting_jobs)))
+        self._tasks.append(asyncio.ensure_future(self.records.write()))
         if self.settings.warms:
             self._tasks.append(asyncio.ensure_future(self._warm()))
 
@@ -94,11 +96,13 @@ class Service:
                 except Refused as error:
                     if self.draining:
                         return  # the next server plans it
+                    if job.ended:  # a client has cancelled it
+                        continue
                     job.error = error
                     self.queue.end(job, "failed")
                     continue
                 if not self.draining and not job.ended:  # a client may have cancelled it
-                    self._admit(job, plan, share, is_bounded=False)
+                    self._admit(job, plan, share, is_new=False)
 
     async def _warm(self) -> None:
         """Make one picture at its defaults with every graph that requires no picture as input.
@@ -124,7 +128,7 @@ class Service:
         try:
             plan, share = await self._patiently(partial(self._plan, request))
             job = Job(request, "", folder, preview_wanted=False)
-            await self._admit(job, plan, share, is_bounded=False).end()
+            await self._admit(job, plan, share, is_new=False).end()
         except Refused as error:
             log("warming failed", graph=graph.name, error=error.message)
             return error.status >= 500
@@ -258,8 +262,13 @@ class Service:
         if (key := self.keys.get(job.owner)) is not None:
             self._rates.take(job.owner, key.per_minute, len(job.request.runs))
         with self._at_work():
-            plan, share = await self._plan(job.request)
-            return self._admit(job, plan, share)
+            try:
+                plan, share = await self._plan(job.request)
+                return self._admit(job, plan, share)
+            except Refused as error:
+                if error.retry_seconds is not None:  # the client sends it again
+                    self._rates.give_back(job.owner, len(job.request.runs))
+                raise
 
     async def _patiently(self, plan: Callable[[], Awaitable[T]]) -> T:
         """Return what ``plan`` returns, also if the planner is busy or starts again."""
@@ -303,8 +312,9 @@ class Service:
             self.metrics.planning.set(self._unplanned)
             self._note_idle()
 
-    def _admit(self, job: Job, plan: PlannedShape, share: float, *, is_bounded: bool = True) -> Job:
-        """Put ``job`` into the queue. Raises Refused (429) if it is too long and ``is_bounded``."""
+    def _admit(self, job: Job, plan: PlannedShape, share: float, *, is_new: bool = True) -> Job:
+        """Put ``job`` into the queue. If it ``is_new``, raises Refused: 429 if the queue is too
+        long, 503 if the job cannot be stored."""
         graph, shares = job.request.graph, self.plans.shares
         job.planning_seconds = time.monotonic() - job.submitted
         self.plans.note_seconds(job.planning_seconds)
@@ -320,7 +330,13 @@ class Service:
             len(job.request.runs),
             resident_groups=resident_groups,
         )
-        self.queue.add(entry, self.settings.queue_seconds if is_bounded else None)
+        self.queue.add(entry, self.settings.queue_seconds if is_new else None)
+        if is_new:
+            try:
+                self.records.add(job)
+            except Refused:
+                self.line.remove(job)
+                raise
         self.plans.plan_batch(entry)
         self.queue.next()
         return job

@@ -6,7 +6,8 @@
 
 A job is written when it is admitted, when a run ends, and when it ends. A server that starts with
 the folder runs the jobs that have not ended, in the order of their admission: finished runs are not
-repeated, and a loop continues from its last saved step.
+repeated, and a loop continues from its last saved step. On a full disk no job is admitted, and
+changes of admitted jobs stay in memory until there is room.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,16 @@ from graphrun.serve.bodies import PictureRequest, RequestShape, lora_uses, shape
 from graphrun.serve.catalog import Catalog
 from graphrun.serve.errors import Refused
 from graphrun.serve.jobs import ENDED, Job
+from graphrun.serve.log import log
 from graphrun.serve.webhooks import Delivery
 from graphrun.systems import take_lock
 from graphrun.trace import Overrun
 
 VERSION = 1  # of the tables
+FILE = "jobs.sqlite"
+RETRY_SECONDS = 5.0  # until changes that could not be written are written again
+Statement = tuple[str, Sequence[Any]]
+"""An SQL statement and its parameters."""
 TABLES = """
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
@@ -52,9 +59,13 @@ class JobStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # transactions that could not be written, the oldest first
+        self._unwritten = deque[Sequence[Statement]]()
+        self._is_failing = False
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are in it
-            (folder / "jobs").mkdir(exist_ok=True)
+            (folder / "jobs").mkdir(mode=0o700, exist_ok=True)
+            (folder / FILE).touch(mode=0o600)  # of the operator's folder, others may read
             self._lock = take_lock(folder / "lock")
         except OSError as error:
             raise InputError(
@@ -65,7 +76,7 @@ class JobStore:
             raise InputError(
                 f"--state {folder}: another server uses this folder; stop it, or name another one"
             )
-        file = folder / "jobs.sqlite"
+        file = folder / FILE
         try:
             self._database = sqlite3.connect(file, isolation_level=None)
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
@@ -79,12 +90,17 @@ class JobStore:
             self._database.execute(f"PRAGMA user_version = {VERSION}")
         except sqlite3.Error as error:
             self._lock.release()
-            raise InputError(
-                f"{file}: {error}; to start without its jobs, move the file away"
-            ) from error
+            raise self.unreadable(error) from error
+
+    def unreadable(self, error: Exception) -> InputError:
+        """Return the error of a damaged database."""
+        return InputError(
+            f"{self.folder / FILE}: {error}; to start without its jobs, move the file away"
+        )
 
     def close(self) -> None:
         """Close the database, and let another server use the folder."""
+        self.flush()
         self._database.close()
         assert self._lock is not None
         self._lock.release()
@@ -95,8 +111,32 @@ class JobStore:
 
     # -- changes
 
+    def flush(self) -> bool:
+        """Write the changes that could not be written, in their order; return whether all are."""
+        if not self._unwritten:
+            return True
+        try:
+            while self._unwritten:
+                with self._database:  # all of it, or nothing
+                    self._database.execute("BEGIN IMMEDIATE")
+                    for text, values in self._unwritten[0]:
+                        self._database.execute(text, values)
+                self._unwritten.popleft()
+        except sqlite3.Error as error:
+            if not self._is_failing:
+                log("state not written", error=error)
+            self._is_failing = True
+            return False
+        self._is_failing = False
+        return True
+
+    def _write(self, *statements: Statement) -> None:
+        """Write ``statements`` in one transaction, later if that is impossible now."""
+        self._unwritten.append(statements)
+        self.flush()
+
     def add(self, job: Job) -> None:
-        """Write an admitted job."""
+        """Write an admitted job. Raises Refused (503) if that is impossible now."""
         request = {
             "graph": job.request.graph,
             "runs": job.request.runs,
@@ -105,76 +145,96 @@ class JobStore:
             "webhook": job.request.webhook,
             "loras": [{"name": use.name, "scale": use.scale} for use in job.request.shape.loras],
         }
-        self._database.execute(
+        insertion = (
             "INSERT INTO jobs (id, owner, created, key, body, request, state, error)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, '')",
             (job.id, job.owner, job.created, job.key, job.body, json.dumps(request), job.state),
         )
+        self._unwritten.append((insertion,))
+        if not self.flush():
+            self._unwritten.pop()
+            text = "the server cannot write jobs to its disk now: try again"
+            raise Refused(503, text, "state_not_written", retry_seconds=RETRY_SECONDS)
 
     def add_run(self, job: Job, pictures: int) -> None:
         """Write the last run of ``job`` and its last ``pictures`` pictures."""
         result = {name: value for name, value in job.results[-1].items() if name != "files"}
         result["overruns"] = [asdict(overrun) for overrun in result["overruns"]]
-        (number,) = self._database.execute(
-            "SELECT number FROM jobs WHERE id = ?", (job.id,)
-        ).fetchone()
-        with self._database:  # all of it, or nothing
-            self._database.execute("BEGIN IMMEDIATE")
-            self._database.execute("INSERT INTO runs VALUES (?, ?)", (number, json.dumps(result)))
-            self._database.executemany(
-                "INSERT INTO pictures VALUES (?, ?)",
-                [(number, picture) for picture in job.pictures[len(job.pictures) - pictures :]],
-            )
+        text = json.dumps(result)
+        self._write(
+            (
+                "INSERT INTO runs SELECT number, ? FROM jobs WHERE id = ?",
+                (text, job.id),
+            ),
+            *(
+                ("INSERT INTO pictures SELECT number, ? FROM jobs WHERE id = ?", (picture, job.id))
+                for picture in job.pictures[len(job.pictures) - pictures :]
+            ),
+        )
 
     def drop_runs(self, job: Job) -> None:
         """Delete the runs and pictures of ``job``, which starts again."""
-        with self._database:  # all of it, or nothing
-            self._database.execute("BEGIN IMMEDIATE")
-            for table in ("runs", "pictures"):
-                self._database.execute(
+        self._write(
+            *(
+                (
                     f"DELETE FROM {table} WHERE job IN (SELECT number FROM jobs WHERE id = ?)",
                     (job.id,),
                 )
+                for table in ("runs", "pictures")
+            )
+        )
+
+    def cancel(self, job: Job) -> None:
+        """Write that ``job``, which runs, is cancelled: no later server continues it."""
+        assert job.error is not None
+        error = json.dumps(_as_json(job.error))
+        self._write(("UPDATE jobs SET error = ? WHERE id = ?", (error, job.id)))
 
     def end(self, job: Job, delivery: Delivery | None = None) -> None:
         """Write how ``job`` ended, and the ``delivery`` of its webhook."""
-        error = {} if job.error is None else _as_json(job.error)
-        with self._database:  # all of it, or nothing
-            self._database.execute("BEGIN IMMEDIATE")
-            self._database.execute(
-                "UPDATE jobs SET state = ?, error = ? WHERE id = ?",
-                (job.state, json.dumps(error) if error else "", job.id),
-            )
-            if delivery is not None:
-                self.put_delivery(delivery)
+        error = "" if job.error is None else json.dumps(_as_json(job.error))
+        statements: list[Statement] = [
+            ("UPDATE jobs SET state = ?, error = ? WHERE id = ?", (job.state, error, job.id))
+        ]
+        if delivery is not None:
+            statements.append(_insertion(delivery))
+        self._write(*statements)
 
     def put_delivery(self, delivery: Delivery) -> None:
         """Write ``delivery``, or how often it has failed."""
-        self._database.execute(
-            "INSERT OR REPLACE INTO deliveries VALUES (?, ?, ?, ?)", astuple(delivery)
-        )
+        self._write(_insertion(delivery))
 
     def drop_delivery(self, delivery: Delivery) -> None:
         """Delete a delivery that arrived or is given up."""
-        self._database.execute("DELETE FROM deliveries WHERE id = ?", (delivery.id,))
+        self._write(("DELETE FROM deliveries WHERE id = ?", (delivery.id,)))
 
     def deliveries(self) -> list[Delivery]:
-        """Return the deliveries that have not arrived."""
-        rows = self._database.execute("SELECT id, url, body, tries FROM deliveries").fetchall()
+        """Return the deliveries that have not arrived. Raises InputError for a damaged database."""
+        try:
+            rows = self._database.execute("SELECT id, url, body, tries FROM deliveries").fetchall()
+        except sqlite3.Error as error:
+            raise self.unreadable(error) from error
         return [Delivery(*row) for row in rows]
 
     def remove(self, job: Job) -> None:
         """Delete an ended job."""
-        self._database.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
+        self._write(("DELETE FROM jobs WHERE id = ?", (job.id,)))
 
     # -- at the start of a server
 
     def jobs(self, catalog: Catalog, end: Callable[[Job], None] | None = None) -> Iterator[Job]:
         """Yield all jobs in the order of their admission, and delete files of no job.
 
-        A job that has not ended is waiting. It has failed if ``catalog`` no longer accepts it;
-        ``end`` (None: `end`) is called then.
+        A job that has not ended is waiting. If it was cancelled while it ran, or if ``catalog`` no
+        longer accepts it, it has ended, and ``end`` (None: `end`) is called. Raises InputError for
+        a damaged database.
         """
+        try:
+            yield from self._jobs(catalog, end or self.end)
+        except (sqlite3.Error, LookupError, TypeError, ValueError) as error:
+            raise self.unreadable(error) from error
+
+    def _jobs(self, catalog: Catalog, end: Callable[[Job], None]) -> Iterator[Job]:
         rows = self._database.execute(
             "SELECT number, id, owner, created, key, body, request, state, error FROM jobs"
             " ORDER BY number"
@@ -187,7 +247,10 @@ class JobStore:
             fields = json.loads(request)
             refusal, graph = Refused(**json.loads(error)) if error else None, fields["graph"]
             shape, definition = RequestShape(graph, ()), catalog.graphs.get(graph)
-            if state not in ENDED:
+            has_ended = state in ENDED
+            if not has_ended and refusal is not None:
+                state = "cancelled"  # while it ran, and the server ended first
+            elif not has_ended:
                 try:
                     shape = _accepted_shape(fields, catalog)
                 except Refused as reason:
@@ -226,8 +289,8 @@ class JobStore:
                     "SELECT content FROM pictures WHERE job = ? ORDER BY rowid", (number,)
                 )
             ]
-            if refusal is not None and not error:
-                (end or self.end)(job)
+            if refusal is not None and not has_ended:
+                end(job)
             yield job
 
 
@@ -251,6 +314,10 @@ def _accepted_shape(fields: Mapping[str, Any], catalog: Catalog) -> RequestShape
 
 def _result_of(entries: dict[str, Any]) -> dict[str, Any]:
     return {**entries, "overruns": tuple(Overrun(**overrun) for overrun in entries["overruns"])}
+
+
+def _insertion(delivery: Delivery) -> Statement:
+    return "INSERT OR REPLACE INTO deliveries VALUES (?, ?, ?, ?)", astuple(delivery)
 
 
 def _as_json(error: Refused) -> dict[str, Any]:

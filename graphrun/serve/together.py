@@ -21,6 +21,7 @@ from graphrun.batch.queue import BatchContext, run_requests
 from graphrun.batch.requests import Request
 from graphrun.batch.schedule import StageSegment
 from graphrun.batch.watch import LeftOut, Watcher
+from graphrun.errors import InputError
 from graphrun.graph.graph import Graph
 from graphrun.model.problem import Problem
 from graphrun.model.solution import Solution
@@ -28,6 +29,7 @@ from graphrun.ops.pipeline import frames_per_second
 from graphrun.report.outputs import FPS, provenance, save_outputs
 from graphrun.runtime.host import Host
 from graphrun.serve.bodies import VIDEO
+from graphrun.serve.log import note
 from graphrun.trace import Overrun, Trace
 
 PREVIEW_SECONDS = 0.5  # least time between previews
@@ -108,20 +110,24 @@ def save_pictures(
     if run.loras:
         metadata["loras"] = dict(run.loras)
     fps = frames_per_second(graph, run.inputs) if run.suffix == VIDEO else None
-    files = save_outputs(pictures, run.folder / f"picture{run.suffix}", fps or FPS, source=metadata)
+    path = run.folder / f"picture{run.suffix}"
+    files = save_outputs(pictures, path, fps or FPS, source=metadata, rescues=False)
     names = ("stages", "seconds", "peak_bytes", "plan", "notes", "overruns")
     entries = {name: getattr(figures, name) for name in names}
     return {"files": list(files), **entries}
 
 
 class Keeper(RequestJournal):
-    """The saved state of a run. Reports each step, with a preview if the request wants one."""
+    """The saved state of a run. Reports each step, with a preview if the request wants one.
+
+    A run whose state cannot be written, for instance to a full disk, goes on without it.
+    """
 
     def __init__(self, run: RunRequest, notify: Callable[..., None]) -> None:
         super().__init__(run.folder)
         self._notify, self._preview = notify, run.preview
         self._aspect = float(run.inputs.get("height") or 1) / float(run.inputs.get("width") or 1)
-        self._last_preview = 0.0
+        self._last_preview, self._has_noted = 0.0, False
 
     def wants(self, stage: str, step: int, steps: int) -> bool:
         """Report the step. Return whether to save the state: a loop can only resume with two or
@@ -130,7 +136,12 @@ class Keeper(RequestJournal):
         return step <= steps - 2
 
     def save(self, stage: str, state: Any) -> None:
-        super().save(stage, state)
+        try:
+            super().save(stage, state)
+        except InputError as error:
+            if not self._has_noted:
+                note(str(error))
+            self._has_noted = True
         if self._preview and time.monotonic() - self._last_preview >= PREVIEW_SECONDS:
             from graphrun.report.preview import preview_of
 

@@ -8,6 +8,7 @@ from there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,6 +31,9 @@ GraphShare = tuple[str, float]
 """A graph's name, and its share of the budgets (`graphrun.serve.shares`)."""
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # no room, or no more for this user
+
+
 @dataclass(frozen=True, slots=True)
 class SessionBudget:
     """The session of a run. ``variant``: its graph. ``budgets``: of its share; empty: the whole
@@ -40,6 +44,15 @@ class SessionBudget:
     variant: GraphVariant
     budgets: Mapping[str, int]
     resident_groups: Collection[GraphShare]
+
+
+def _is_full_disk(error: BaseException | None) -> bool:
+    """Whether ``error``, or an error that caused it, is of a full disk."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        error = error.__cause__
+    return False
 
 
 class Cancelled(GraphrunError):
@@ -126,6 +139,10 @@ class RequestWorker:
         except BrokenPlan as error:
             self._fail(id, 500, error)
         except GraphrunError as error:  # the pipeline's own code refuses the inputs
+            if _is_full_disk(error):
+                note(f"request {id}: {error}")
+                self._fail(id, 503, GraphrunError("the disk of the server is full: try again"))
+                return
             text = without_paths(str(error), budget.variant.loras)
             self._fail(id, 422, GraphrunError(text))
         except BaseException as error:  # noqa: BLE001 (the next request must run)

@@ -70,6 +70,13 @@ def test_seconds_are_frames_that_the_model_can_make() -> None:
         with pytest.raises(Refused, match=text) as refusal:
             request_of(video, **fields)
         assert refusal.value.param == "seconds"
+    with pytest.raises(Refused, match="n: 2 is more than 1"):
+        request_of(video, n=2)
+
+
+def test_a_number_in_the_place_of_a_text_is_called_that(flux: Any) -> None:
+    with pytest.raises(Refused, match="webhook: 7 is not a text"):
+        request_of(flux, webhook=7)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,7 @@ def test_seconds_are_frames_that_the_model_can_make() -> None:
         ({"../../etc/passwd": "x"}, "../../etc/passwd", "unknown_parameter"),
         ({"response_format": "file:///etc/passwd"}, "response_format", "invalid_value"),
         ({"output_format": "../a.png"}, "output_format", "invalid_value"),
+        ({"webhook": 7}, "webhook", "invalid_value"),
     ],
 )
 def test_what_is_wrong_is_named(

@@ -248,7 +248,7 @@ def test_a_job_that_ends_calls_its_webhook_once(tmp_path: Path) -> None:
         records.webhooks._transport = httpx.MockTransport(receiver := Receiver(200))
         job = job_of(tmp_path, "waiting")
         with records.admission(job, is_stored=True):
-            pass
+            records.add(job)
         assert not receiver.calls
         job.state = "done"
         records.end(job)
