@@ -516,22 +516,30 @@ def own_source() -> str:
 
 def _probe(graph: Graph, inputs: Mapping[str, Any], options: Mapping[str, str] | None) -> DryRun:
     with not_collected() as resume:
-        from graphrun.modules.classes import (
-            pipeline_class,
-            require_code,
-            resolve_class,
-            resolve_function,
-        )
+        import_code(graph)
         from graphrun.profile.dry_run import probe
 
-        require_code(graph)
-        for component in graph.components.values():
-            resolve_class(component.class_path, graph.trust, component.file_line, "component")
-        for part in graph.parts.values():
-            resolve_class(part.class_path, graph.trust, part.file_line, "part")
-        for pipeline in map(graph.pipeline_called, ("", *graph.pipelines)):
-            pipeline_class(pipeline, graph.trust)
-        for stage in graph.stages:
-            if stage.operation.is_function:
-                resolve_function(stage.op, graph.trust, stage.file_line)
         return probe(graph, inputs, options, on_built=resume)
+
+
+def import_code(graph: Graph) -> None:
+    """Import what a dry run of ``graph`` needs, torch and its classes, which takes seconds. Raises
+    GraphError."""
+    import graphrun.profile.dry_run  # noqa: F401
+    from graphrun.modules.classes import (
+        pipeline_class,
+        require_code,
+        resolve_class,
+        resolve_function,
+    )
+
+    require_code(graph)
+    for component in graph.components.values():
+        resolve_class(component.class_path, graph.trust, component.file_line, "component")
+    for part in graph.parts.values():
+        resolve_class(part.class_path, graph.trust, part.file_line, "part")
+    for pipeline in map(graph.pipeline_called, ("", *graph.pipelines)):
+        pipeline_class(pipeline, graph.trust)
+    for stage in graph.stages:
+        if stage.operation.is_function:
+            resolve_function(stage.op, graph.trust, stage.file_line)

@@ -3,6 +3,7 @@ no weights. Plans go to the cache folder, where the worker finds them."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import traceback
 from collections import defaultdict
@@ -22,6 +23,7 @@ from graphrun.serve.catalog import GraphVariant, Variants
 from graphrun.serve.line import MOST_TOGETHER, Cost
 from graphrun.serve.settings import Settings
 from graphrun.serve.shares import WHOLE
+from graphrun.store import import_code
 from graphrun.units import show_seconds
 
 if TYPE_CHECKING:
@@ -48,10 +50,13 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
     """Answer messages until ``stop``.
 
     ``plan`` (key, variant, inputs, share) is answered with ``planned`` (key, shape) or ``unfit``
-    (key, status, ...); ``plan_batch`` (the same fields) with ``batch_plan`` (key, parts).
+    (key, status, ...); ``plan_batch`` (the same fields) with ``batch_plan`` (key, parts). While no
+    message waits, the code of the last graph is imported: a stored plan needs none, the first new
+    size does.
     """
     variants, server_settings = Variants(), settings
     fitting_sizes = defaultdict[Any, list[Mapping[str, Any]]](list)
+    imported = set[str]()
     while (message := connection.recv())[0] != "stop":
         kind, request = message
         variant, key = request["variant"], request["key"]
@@ -90,6 +95,10 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
                     },
                 )
             )
+        if graph.name not in imported and not connection.poll():
+            imported.add(graph.name)
+            with contextlib.suppress(Exception):  # a dry run reports it
+                import_code(graph)
 
 
 def _refuse_unfit_loras(graph: Graph, variant: GraphVariant) -> None:

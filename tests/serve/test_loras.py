@@ -19,10 +19,10 @@ from graphrun.errors import InputError
 from graphrun.graph.loras import LoraFile, known_permissions, lora_files, with_loras
 from graphrun.graph.parts import Adapter, Checkpoint
 from graphrun.profile.hardware import hardware
+from graphrun.serve import planner
 from graphrun.serve.bodies import body_model
 from graphrun.serve.catalog import Catalog, GraphVariant
 from graphrun.serve.errors import Refused
-from graphrun.serve.planner import plan_forever
 from graphrun.serve.settings import Bounds, Settings
 from graphrun.serve.state import JobStore
 from graphrun.serve.worker import RequestWorker, SessionBudget
@@ -189,8 +189,31 @@ class Messages:
     def recv(self) -> tuple[str, dict[str, Any]]:
         return self._requests.pop(0)
 
+    def poll(self) -> bool:
+        return len(self._requests) > 1
+
     def send(self, message: tuple[str, dict[str, Any]]) -> None:
         self.answers.append(message)
+
+
+def test_a_planner_without_a_message_imports_what_a_new_size_needs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, after its answers: the first new size does not wait for these imports."""
+    settings = settings_for(folder, {"vram": 6 * 2**20, "ram": 2**33})
+    variant = GraphVariant.of(shape_with(settings))
+    connection: Any = Messages(
+        *({"key": n, "variant": variant, "inputs": {}, "share": 1.0} for n in range(3))
+    )
+    imports = list[tuple[str, int]]()
+    monkeypatch.setattr(
+        planner,
+        "import_code",
+        lambda graph: imports.append((graph.name, len(connection.answers))),
+    )
+    monkeypatch.setattr(planner, "_plan_shape", lambda *_: None)
+    planner.plan_forever(connection, settings)
+    assert imports == [("flux-tiny", 3)]
 
 
 @pytest.mark.long
@@ -208,7 +231,7 @@ def test_pictures_have_the_loras_that_were_named(folder: Path, tmp_path: Path) -
         for number, request in enumerate(requests)
     ]
     connection: Any = Messages(*plan_requests)
-    plan_forever(connection, settings)
+    planner.plan_forever(connection, settings)
     kinds = [kind for kind, _ in connection.answers]
     assert kinds == ["planned", "planned", "planned", "unfit"]
     refusal = connection.answers[3][1]
