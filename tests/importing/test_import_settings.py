@@ -20,7 +20,12 @@ import graphrun
 from graphrun.cli.importing import set_value
 from graphrun.diffusers_.dry_call import ProbeError
 from graphrun.diffusers_.importing.folder import of_folder
-from graphrun.diffusers_.importing.signature import call_parameters, media_kind
+from graphrun.diffusers_.importing.signature import (
+    call_parameters,
+    media_kind,
+    plain_inputs,
+    set_inputs,
+)
 from graphrun.errors import GraphError, InputError
 
 SD = cases()["StableDiffusionPipeline"]
@@ -45,6 +50,14 @@ class Own(diffusers.DiffusionPipeline):
         return ImagePipelineOutput(
             images=self.vae.decode(sample).sample.permute(0, 2, 3, 1).cpu().numpy()
         )
+
+
+class Clip(Own):
+    """Its parameters have names that graphs have for the length of a video and the rate of
+    sound."""
+
+    def __call__(self, frames: int = 81, rate: int = 16_000, num_inference_steps: int = 2) -> Any:
+        raise NotImplementedError
 
 
 class Late(diffusers.StableDiffusionPipeline):
@@ -245,3 +258,17 @@ def test_a_tokenizer_is_written_without_the_limits_of_its_last_call(tmp_path: Pa
         assert (content["truncation"], content["padding"]) == (None, None)
     assert pipe.tokenizer.backend_tokenizer.truncation["max_length"] == 7
     assert pipe.tokenizer_2.backend_tokenizer.truncation is None
+
+
+@pytest.mark.parametrize(("name", "default"), [("frames", 81), ("rate", 16_000)])
+def test_a_parameter_that_is_called_as_a_size_of_media_can_be_set(name: str, default: int) -> None:
+    pipeline = object.__new__(Clip)
+    parameters, inputs = call_parameters(pipeline), plain_inputs(Clip, pipeline, {})
+    assert parameters[name].default == default
+    inputs = set_inputs(Clip, parameters, inputs, {name: 9})
+    assert (inputs[name].parameter, inputs[name].default) == (name, 9)
+
+
+def test_the_length_of_a_video_is_an_input_by_either_name() -> None:
+    pipeline = object.__new__(Clip)
+    assert plain_inputs(Clip, pipeline, {})["frames"].default == 81

@@ -42,7 +42,7 @@ NOT_MEDIA = re.compile(
 )
 # annotations of parameters that take tensors, such as embeddings from another pipeline
 TENSOR = re.compile(r"\bTensor\b")
-# sizes of media inputs, which users may set even if the call has no such parameters
+# sizes of media inputs, which users may set if the call has no such parameters
 MEDIA_SIZES = ("height", "width", "frames", "rate", "seconds")
 
 
@@ -136,6 +136,7 @@ INPUT_ORDER = (
     "height",
     "width",
     "num_frames",
+    "frames",
     "num_images_per_prompt",
     "num_videos_per_prompt",
     "num_waveforms_per_prompt",
@@ -192,7 +193,7 @@ def set_inputs(
         result[name] = replace(inputs[name], entry=entry | {"default": input_defaults[name]})
     parameter_names = {input_spec.parameter for input_spec in inputs.values()} | {"self"}
     for name, value in input_defaults.items():
-        if name in inputs or name in MEDIA_SIZES:
+        if name in inputs or (name in MEDIA_SIZES and name not in parameters):
             continue
         parameter = next(
             (
