@@ -33,6 +33,7 @@ launches that the host has not issued yet.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -260,14 +261,15 @@ def extra_seconds(
 ) -> dict[str, float]:
     """Return path -> further seconds in ``precision``; ``shapes``: (outputs, inputs) of weights."""
     seconds_by_path: dict[str, float] = defaultdict(float)
+
+    @functools.cache  # equal layers share kernels
+    def seconds_of(number: int, shape: tuple[int, int]) -> float:
+        return quantized_seconds(call.kernels[number], shape, precision, hardware)
+
     for path, numbers in call.work:
         if (shape := shapes.get(f"{path}.weight")) is not None:
-            products = (
-                call.kernels[number] for number in numbers if call.kernels[number].kind == "matmul"
-            )
-            seconds_by_path[path] += sum(
-                quantized_seconds(kernel, shape, precision, hardware) for kernel in products
-            )
+            products = (number for number in numbers if call.kernels[number].kind == "matmul")
+            seconds_by_path[path] += sum(seconds_of(number, shape) for number in products)
     return seconds_by_path
 
 
