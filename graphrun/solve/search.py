@@ -51,7 +51,7 @@ TIE_NODES, REFINE_NODES = (
 HUGE, HUGE_GAP = 8000, 1e-3
 # gaps when counts of layers are rounded; the second above MOST_LARGE columns
 ROUNDING_GAPS = (
-    2e-4,
+    1e-4,
     3e-3,
 )
 # weight of a second of copying relative to a second of the plan, in a common goal
