@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,26 +50,20 @@ def fit(
 
     operations = [(stage.operation, stage.options) for stage in graph.stages]
     needs = {operation.options[name] for operation, names in operations for name in names} - {""}
+    estimate = partial(
+        api.estimate, graph, vram=vram, ram=ram, hardware=hardware, inputs=inputs, cache=cache
+    )
     for allow in ((), *((name,) for name in sorted(needs))):
-        problem = api.estimate(
-            graph, vram=vram, ram=ram, hardware=hardware, inputs=inputs, allow=allow, cache=cache
-        )
+        problem = estimate(allow=allow)
         if fits := fits_for(problem, store_in(cache)):
             rows = [_row(graph, problem, item) for item in fits]
             name = four_bit_format(hardware)
             if with_planned_only and name in graph.permissions:
                 four_bits = ("4bit",) if any("4bit" in item.allow for item in fits) else ()
-                problem = api.estimate(
-                    graph,
-                    vram=vram,
-                    ram=ram,
-                    hardware=hardware,
-                    inputs=inputs,
-                    allow=(*allow, *four_bits, name),
-                    cache=cache,
-                )
+                permissions = (*allow, *four_bits, name)
+                problem = estimate(allow=permissions)
                 rows += [
-                    _row(graph, problem, item, (*allow, *four_bits, name))
+                    _row(graph, problem, item, permissions)
                     for item in fits_for(problem, store_in(cache), classes=())
                     if name in item.precisions(problem)
                 ]

@@ -26,6 +26,7 @@ from graphrun.cli.terminal import alive, width
 from graphrun.disk_store import store_in
 from graphrun.errors import GraphrunError, InputError, Interrupted, PlanError, PlanningInterrupted
 from graphrun.graph.precisions import PLANNED_ONLY, planned_only_reason
+from graphrun.graph.values import listed_names
 from graphrun.report import plan_files as planfile
 from graphrun.units import GIB, roughly, show_size
 
@@ -352,7 +353,7 @@ def _run_command(
     problem = graph_plan.solution.problem
     arguments = [f"{graph_plan.source}", options.flags]
     if planned_only_reason(precisions_of(graph_plan.solution)):
-        names = [name.strip() for text in options.allow or () for name in text.split(",")]
+        names = listed_names(options.allow or ())
         allow = [name for name in names if name not in PLANNED_ONLY]
         flags = replace(options, allow=allow or None).flags
         words = ("graphrun plan", *filter(None, (f"{graph_plan.source}", flags)))

@@ -21,7 +21,7 @@ from graphrun.errors import InputError
 from graphrun.graph import media
 from graphrun.graph.parts import Component, Directives, Part, Pipeline, Reference, Stage
 from graphrun.graph.precisions import CLASSES, PLANNED_ONLY
-from graphrun.graph.values import Input, did_you_mean, fit, strings
+from graphrun.graph.values import Input, did_you_mean, fit, listed_names, strings
 from graphrun.reading import open_regular, safetensors_header
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class Graph:
             for name, formats in CLASSES.items()
             if (members := precisions.intersection(formats))
         } | {"precision": precisions.difference(PLANNED_ONLY)}
-        requests = [name.strip() for text in strings(names) for name in text.split(",")]
+        requests = listed_names(names)
         if unknown := [name for name in requests if name not in (*valid_names, *classes)]:
             raise InputError(
                 f"allow {', '.join(unknown)}: this graph knows "

@@ -15,6 +15,7 @@ from graphrun.errors import InputError
 from graphrun.graph.graph import HEADER_BYTES, Graph
 from graphrun.graph.parts import Adapter, Component
 from graphrun.graph.precisions import PLANNED_ONLY, is_gguf
+from graphrun.graph.values import listed_names
 from graphrun.reading import open_regular, parse_json, safetensors_header
 
 # suffix of a tensor's name -> which half of the weight difference it is
@@ -122,8 +123,7 @@ def known_permissions(graph: Graph, names: Iterable[str]) -> tuple[str, ...]:
         except InputError:
             return False
 
-    texts = (name.strip() for text in names for name in text.split(","))
-    return tuple(filter(is_known, texts))
+    return tuple(filter(is_known, listed_names(names)))
 
 
 def without_paths(text: str, uses: Collection[LoraUse]) -> str:

@@ -68,6 +68,11 @@ def strings(value: str | Iterable[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
+def listed_names(texts: str | Iterable[str]) -> list[str]:
+    """Return the names in ``texts``, each of which may be several names with commas between."""
+    return [name.strip() for text in strings(texts) for name in text.split(",")]
+
+
 def as_path(value: str | Path | None) -> Path | None:
     """Return the path that ``value`` is or names."""
     return None if value is None else Path(value)
