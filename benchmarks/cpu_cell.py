@@ -29,6 +29,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from cpu_report import GRAPHRUN, REFERENCE  # noqa: E402
+
+from graphrun.systems import request_huge_pages  # noqa: E402
+
 PR_SET_PDEATHSIG = 1  # prctl(2)
 RATE_BYTES = 4 * 10**9  # read to measure the disk
 
@@ -113,6 +117,8 @@ def main() -> None:
     """Run the cell of the JSON file named by the first argument."""
     job = json.loads(Path(sys.argv[1]).read_text())
     end_with(job["benchmark"])
+    if job["tool"] == GRAPHRUN:
+        request_huge_pages(os.environ)  # as `graphrun run` does
     warnings.simplefilter("ignore")
     os.environ.update(
         TRANSFORMERS_VERBOSITY="error",
@@ -125,7 +131,6 @@ def main() -> None:
     import numpy
     import torch
     from cpu_models import MODELS, call, graph_for
-    from cpu_report import REFERENCE
 
     from graphrun.kernel_memory import process_bytes
     from graphrun.modules.build import no_progress_bars, resolve_class

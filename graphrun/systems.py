@@ -23,11 +23,15 @@ from graphrun.errors import InputError
 from graphrun.units import PAGE_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
     from filelock import FileLock
 
 _seeking = threading.Lock()
 # addresses of the memory of `anonymous_memory`, which forked processes do not have
 _unforked_memory = weakref.WeakKeyDictionary[mmap.mmap, int]()
+# of PyTorch, c10/core/impl/alloc_cpu.cpp
+HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 _MAP_FIXED_NOREPLACE = 0x100000  # mmap(2), on every architecture of Linux
 
 
@@ -163,6 +167,32 @@ def anonymous_memory(nbytes: int, *, huge_pages: bool = True) -> mmap.mmap:
             memory.madvise(advice)
     _unforked_memory[memory] = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return memory
+
+
+def huge_pages_mode(file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> str:
+    """Return to what memory the kernel gives pages of 2 MiB: to ``always`` all, with ``madvise`` to
+    what asks for them, ``never``. "" if unknown, as on systems other than Linux."""
+    try:
+        return file.read_text(encoding="utf-8").partition("[")[2].partition("]")[0]
+    except OSError:
+        return ""
+
+
+def request_huge_pages(environment: MutableMapping[str, str]) -> None:
+    """Let PyTorch ask for huge pages for CPU tensors from 2 MiB on, by this process's
+    ``environment``. Without effect once PyTorch is loaded, or if the variable is set."""
+    if "torch" not in sys.modules:  # it reads the variable at its first tensor
+        environment.setdefault(HUGE_PAGES_VARIABLE, "1")
+
+
+def tensors_get_huge_pages() -> bool:
+    """Return whether large CPU tensors of this process are in pages of 2 MiB.
+
+    PyTorch tells its setting by no function, so it is read where PyTorch reads it.
+    """
+    mode = huge_pages_mode()
+    asks = os.environ.get(HUGE_PAGES_VARIABLE) == "1"  # noqa: TID251
+    return mode == "always" or (mode == "madvise" and asks)
 
 
 def _reserve_unforked_memory() -> None:

@@ -34,6 +34,7 @@ from graphrun.cli.options import merge_options, pair
 from graphrun.cli.terminal import print_coloured, width
 from graphrun.errors import GraphrunError, InputError
 from graphrun.limits import LIMITS, raise_limits
+from graphrun.systems import request_huge_pages
 
 # The order of --help. Commands join the app when their module is imported, perhaps before this one.
 _MODULES = (plans, teams, run, serving, graphs, importing, fitting, interop, nodes, maintenance)
@@ -89,6 +90,7 @@ def main() -> NoReturn:
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
     warnings.filterwarnings("ignore")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    request_huge_pages(os.environ)
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # both configure their loggers on import
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     sys.unraisablehook = _interrupt_again

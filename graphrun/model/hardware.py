@@ -51,7 +51,9 @@ class ProcessorRates:
                                          operator: "elementwise gelu bfloat16"
         dequantize                       bytes per second of weights as computed with, by precision:
                                          "dequantize nf4 bfloat16"
-        new memory                       without dtype: bytes per second that the system supplies
+        new memory                       without dtype: bytes per second that the system supplies,
+        small pages, huge pages          to large tensors of this process; in pages of 4 KiB; in
+                                         pages of 2 MiB
 
     ``read_cpu_seconds``: CPU seconds per byte read from a file. ``amx``: products in bfloat16 use
     Intel's matrix unit.

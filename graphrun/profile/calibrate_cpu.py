@@ -27,9 +27,10 @@ from graphrun.model.hardware import Hardware, ProcessorRates
 from graphrun.modules.quantize import convert, quantized
 from graphrun.profile.costs import cpu_seconds, cpu_work
 from graphrun.profile.fused_kernels import FusedKernels
+from graphrun.profile.processor import NEW_PAGES
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Kernel
-from graphrun.systems import anonymous_memory
+from graphrun.systems import anonymous_memory, tensors_get_huge_pages
 from graphrun.units import GIB, MIB, PAGE_BYTES, round_up
 
 # rate of a class that takes no measurable time
@@ -303,7 +304,7 @@ def typical_seconds(probe: Probe, seconds: float, pool: ColdPool) -> float:
     return statistics.median(durations)
 
 
-def new_memory_rate(seconds: float) -> float:
+def new_memory_rate(seconds: float, *, huge_pages: bool) -> float:
     """Return bytes per second at which operators get new pages from the kernel and return them,
     within ``seconds``.
 
@@ -314,7 +315,9 @@ def new_memory_rate(seconds: float) -> float:
     end = time.perf_counter() + seconds
     while len(durations) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
-        torch.empty(TOUCH_BYTES, dtype=torch.uint8).fill_(1)
+        memory = anonymous_memory(TOUCH_BYTES, huge_pages=huge_pages)
+        torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+        del memory
         durations.append(time.perf_counter() - start)
         start = time.perf_counter()
         reused_tensor.fill_(1)
@@ -444,10 +447,15 @@ def measured_cpu(
     assert isinstance(base_rates, ProcessorRates)
     probe_list = probe_list or probes(base)
     layer_dtype = max(DTYPES, key=lambda dtype: base_rates.rate("matmul", dtype))
-    # also launches, in a chain and in 3 blocks, new memory, and 12 layers
-    share = allowed_seconds / (len(probe_list) + 5 + 12)
+    # also launches, in a chain and in 3 blocks, new memory twice, and 12 layers
+    share = allowed_seconds / (len(probe_list) + 6 + 12)
     pool = ColdPool(POOL_BYTES)
-    launch, new_rate = launch_seconds(share, pool), new_memory_rate(share)
+    launch = launch_seconds(share, pool)
+    page_rates = {
+        name: new_memory_rate(share, huge_pages=bool(number))
+        for number, name in enumerate(NEW_PAGES)
+    }
+    new_rate = page_rates[NEW_PAGES[tensors_get_huge_pages()]]
     work, durations = list[dict[str, float]](), list[float]()
     for probe in probe_list:
         kernels = probe.kernels()
@@ -468,7 +476,7 @@ def measured_cpu(
         for amounts in work
     ]
     rates, errors = fitted_rates(work, durations, [probe.is_block for probe in probe_list])
-    rates["new memory"] = new_rate
+    rates |= {**page_rates, "new memory": new_rate}
     rates |= dequantization_rates(share, pool, layer_dtype)
     for dtype in DTYPES:  # for operators that no probe has
         operator_rates = [

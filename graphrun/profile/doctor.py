@@ -26,7 +26,7 @@ from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.precision import NEEDS, flags, new_enough
 from graphrun.profile.processor import bfloat16_instructions, core_count
-from graphrun.systems import pinned_limit_bytes, reads_directly
+from graphrun.systems import huge_pages_mode, pinned_limit_bytes, reads_directly
 from graphrun.units import GIB, show_size
 
 
@@ -327,6 +327,7 @@ def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
 def _processor(cache: Path | None) -> dict[str, Any]:
     """Return what the device ``cpu`` can do here.
 
+    ``huge_pages``: what gets them (`huge_pages_mode`).
     ``direct_reads``: whether the folders' file systems have reads past the page cache; None where
     that cannot be tried. ``unenforceable``: why ``run --enforce`` cannot limit memory, or "".
     """
@@ -337,6 +338,7 @@ def _processor(cache: Path | None) -> dict[str, Any]:
         "basis": cpu.basis,
         "cores": core_count(),
         "bfloat16_instructions": list(bfloat16_instructions()),
+        "huge_pages": huge_pages_mode(),
         "unenforceable": enforceable(),
         "direct_reads": [
             {"folder": str(folder), "direct": _direct_reads(folder)} for folder in folders
@@ -353,7 +355,8 @@ def _direct_reads(folder: Path) -> bool | None:
 
 
 def processor_checks(processor: Mapping[str, Any]) -> Iterator[Check]:
-    """Check the device ``cpu``: instructions, calibration, --enforce, and reads of weights."""
+    """Check the device ``cpu``: instructions, calibration, huge pages, --enforce, and reads of
+    weights."""
     cores, instructions = f"{processor['cores']} cores", processor["bfloat16_instructions"]
     if instructions:
         yield Check("cpu", "ok", f"{cores}, bfloat16 by {', '.join(instructions)}")
@@ -365,6 +368,10 @@ def processor_checks(processor: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("calibration", "note", text, "graphrun calibrate --device cpu")
     else:
         yield Check("calibration", "ok", f"profile {processor['name']} ({processor['basis']})")
+    if processor["huge_pages"] == "never":
+        text = "transparent huge pages are off: decoding on the CPU takes longer"
+        command = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        yield Check("huge pages", "note", text, command)
     if reason := processor["unenforceable"]:
         yield Check("enforce", "note", f"run --enforce has no effect here: {reason}")
     else:

@@ -124,8 +124,10 @@ def _profiles(cache: Path | None) -> list[dict[str, Any]]:
         try:
             data = read_json(path)
             profile_hardware = validated(Hardware, data["hardware"])
-            profile = {**data, "hardware": profile_hardware, "device": str(data["device"])}
             if _has_all_classes(profile_hardware.kernels):
+                if isinstance(profile_hardware.kernels, ProcessorRates):
+                    profile_hardware = processor.in_this_process(profile_hardware)
+                profile = {**data, "hardware": profile_hardware, "device": str(data["device"])}
                 dated_profiles.append((path.stat().st_mtime_ns, profile))
         except (InputError, OSError, TypeError, ValueError, KeyError):
             continue
