@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from graphrun import systems
-from graphrun.model.hardware import ProcessorRates
+from graphrun.model.hardware import NEW_PAGES, ProcessorRates
 from graphrun.profile import calibrate_cpu, doctor, processor
 from graphrun.profile import hardware_profiles as profiles
 
@@ -98,7 +98,8 @@ def test_seconds_are_of_the_pages_that_tensors_get(
     def assert_rate(cache: Path, rates: dict[str, float]) -> None:
         kernels = profiles.detect_cpu(cache).kernels
         assert isinstance(kernels, ProcessorRates)
-        assert kernels.rate("new memory", "") == rates[processor.NEW_PAGES[expected]]
+        assert kernels.huge_pages == expected
+        assert kernels.rate("new memory", "") == rates[NEW_PAGES[expected]]
 
     estimate = processor.cpu_estimate()
     assert isinstance(estimate.kernels, ProcessorRates)
@@ -107,8 +108,7 @@ def test_seconds_are_of_the_pages_that_tensors_get(
     assert_rate(tmp_path, rates)
     # of a profile that was measured in a process with the other pages
     rates |= {"small pages": 3.0, "huge pages": 5.0}
-    rates["new memory"] = rates[processor.NEW_PAGES[not expected]]
-    kernels = replace(estimate.kernels, rates=tuple(rates.items()))
+    kernels = ProcessorRates(2, tuple(rates.items()), huge_pages=not expected)
     profile = replace(estimate, name="cpu-measured", kernels=kernels, basis="measured")
     profiles.keep(tmp_path, profile, processor.cpu_key(), {})
     assert_rate(tmp_path, rates)

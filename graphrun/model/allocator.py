@@ -1,7 +1,7 @@
 """Models of device allocators: the bytes that allocations, releases and trims reserve.
 
 Counting   every size rounded up to 512 bytes: the simulated accelerator
-Heap       the C library's memory on a CPU
+Heap       the C library's memory on a CPU, and Heaps, the most that it may take
 Caching    PyTorch's caching allocator with ``expandable_segments:True``
 Native     PyTorch's caching allocator with native segments, its default
 
@@ -30,13 +30,20 @@ SMALL_BYTES = MIB
 # mapping, reached once such tensors are released; room kept above the top; sizes of chunks.
 MAPPED_BYTES, TOP_BYTES = 32 * MIB, 128 * KIB
 CHUNK_STEP, LEAST_CHUNK, LEAST_LARGE, MERGING_BYTES = 16, 32, KIB, 64 * KIB
-# Chunks up to these sizes are kept, so many of each size (tcache), or merged later (fast bins).
-LARGEST_KEPT, MOST_KEPT, LARGEST_BIT = 1040, 7, 128
+# Chunks up to these sizes are kept by size (tcache), or merged later (fast bins).
+LARGEST_KEPT, LARGEST_BIT = 1040, 128
 # PyTorch aligns tensors to so many bytes (c10/core/alignment.h).
 ALIGNMENT = 64
+# PyTorch asks for huge pages for tensors of at least so many bytes (c10/core/impl/alloc_cpu.cpp).
+# The pages at both ends reach beyond the tensor, together by half of two pages.
+HUGE_BYTES = HUGE_ENDS_BYTES = 2 * MIB
 ALIGNING_BYTES = ALIGNMENT + LEAST_CHUNK
-# The heap without live tensors, counted more than it is, for small objects.
-FRAGMENTS_SHARE = 2.0
+# What a heap may begin with: (chunks of each size that it keeps at first, its first byte). Python
+# leaves room for none or one of most sizes. 14 sequences of tensors, each in four processes, took
+# what one of these gives, within 2 % (tests/test_c_heap.py).
+BEGINNINGS = ((0, 0), (0, 32), (1, 0), (1, 16), (1, 32))
+# The heap without live tensors, counted more than it is, for small objects and huge pages.
+FRAGMENTS_SHARE = 1.3
 SMALL_PAGE_BYTES, LARGE_PAGE_BYTES = 2 * MIB, 20 * MIB
 PACKED_BYTES, SEGMENT_STEP_BYTES = 10 * MIB, 2 * MIB  # native segments: kMinLargeAlloc, kRoundLarge
 
@@ -84,18 +91,17 @@ class Heap:
 
     Follows malloc/malloc.c of glibc 2.36 (`_int_memalign`, `_int_malloc`, `_int_free`, `systrim`,
     `mtrim`): a request asks for `ALIGNING_BYTES` more, and gives back what is left before and
-    behind the aligned tensor. In a call, the first few such bits of each size stay, and part the
-    free ranges next to them; others are merged at the next large request. The smallest range that
-    is large enough is taken, the last one freed among equals; without one, the heap grows. Sizes
-    above `MAPPED_BYTES` are mapped. Bytes count from the first write until a trim.
-
-    Small objects, which part ranges too, are not recorded: `FRAGMENTS_SHARE` allows for them.
+    behind the aligned tensor. In a call, the first ``most_kept`` such bits of each size stay, and
+    part the free ranges next to them; others are merged at the next large request. The smallest
+    range that is large enough is taken, the last one freed among equals; without one, the heap
+    grows. Sizes above `MAPPED_BYTES` are mapped. Bytes count from the first write until a trim.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_kept: int = 0, first_byte: int = 0) -> None:
+        self._most_kept = most_kept
         self._live: dict[int, tuple[int, int]] = {}  # key -> (begin or -1, bytes)
         self._live_bytes = self._mapped_bytes = 0
-        self._top = self._end = 0
+        self._top = self._end = self._begin = first_byte
         self._free: dict[int, int] = {}  # begin -> end, of the ranges below the top
         self._begins: dict[int, int] = {}  # end -> begin
         self._sizes: list[tuple[int, int, int]] = []  # (bytes, -number, begin), sorted
@@ -108,9 +114,12 @@ class Heap:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the live tensors, plus `FRAGMENTS_SHARE` of the other bytes of the heap."""
-        other_bytes = self._mapped_bytes + self._end - self._cold_bytes - self._live_bytes
-        return self._live_bytes + int(FRAGMENTS_SHARE * other_bytes)
+        return self._mapped_bytes + self._end - self._begin - self._cold_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the live tensors, with the rest of their chunks."""
+        return self._live_bytes
 
     def allocate(self, key: int, nbytes: int) -> None:
         chunk_bytes = _chunk(nbytes)
@@ -174,7 +183,7 @@ class Heap:
         nbytes = end - begin
         if nbytes <= 0:
             return
-        if nbytes <= LARGEST_KEPT and self._cached.get(nbytes, 0) < MOST_KEPT:
+        if nbytes <= LARGEST_KEPT and self._cached.get(nbytes, 0) < self._most_kept:
             self._cached[nbytes] = self._cached.get(nbytes, 0) + 1
         elif nbytes <= LARGEST_BIT:
             self._bits[begin] = end
@@ -244,6 +253,42 @@ class Heap:
             self._warm(begin, end)
             insort(self._cold, (begin, end))
             self._cold_bytes += end - begin
+
+
+class Heaps:
+    """The most that the C library's heap may take: one heap of each of the `BEGINNINGS`.
+
+    Small objects, which part ranges too, are not recorded: `FRAGMENTS_SHARE` allows for them.
+    ``huge_pages``: tensors get pages of 2 MiB.
+    """
+
+    def __init__(self, *, huge_pages: bool = False) -> None:
+        self._heaps = [Heap(*beginning) for beginning in BEGINNINGS]
+        self._huge_pages, self._huge_keys = huge_pages, set[int]()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the live tensors, plus `FRAGMENTS_SHARE` of the other bytes of the heap."""
+        return len(self._huge_keys) * HUGE_ENDS_BYTES + max(
+            heap.live_bytes + int(FRAGMENTS_SHARE * (heap.used_bytes - heap.live_bytes))
+            for heap in self._heaps
+        )
+
+    def allocate(self, key: int, nbytes: int) -> None:
+        if self._huge_pages and nbytes >= HUGE_BYTES:
+            self._huge_keys.add(key)
+        for heap in self._heaps:
+            heap.allocate(key, nbytes)
+
+    def release(self, key: int) -> None:
+        self._huge_keys.discard(key)
+        for heap in self._heaps:
+            heap.release(key)
+
+    def trim(self) -> None:
+        """Return the memory of whole free pages, as `malloc_trim` does."""
+        for heap in self._heaps:
+            heap.trim()
 
 
 def _chunk(nbytes: int) -> int:

@@ -35,6 +35,10 @@ class KernelRates:
     bfloat16: bool = True  # False: products in bfloat16 take as long as in fp32
 
 
+# Classes of new memory, without and with huge pages.
+NEW_PAGES = ("small pages", "huge pages")
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessorRates:
     """Achieved rates of kernels on a CPU with ``threads`` threads (`graphrun.profile.costs`).
@@ -51,26 +55,28 @@ class ProcessorRates:
                                          operator: "elementwise gelu bfloat16"
         dequantize                       bytes per second of weights as computed with, by precision:
                                          "dequantize nf4 bfloat16"
-        new memory                       without dtype: bytes per second that the system supplies,
-        small pages, huge pages          to large tensors of this process; in pages of 4 KiB; in
-                                         pages of 2 MiB
+        small pages, huge pages          without dtype: bytes of new memory per second that the
+                                         system supplies, in pages of 4 KiB and of 2 MiB
 
     ``read_cpu_seconds``: CPU seconds per byte read from a file. ``amx``: products in bfloat16 use
-    Intel's matrix unit.
+    Intel's matrix unit. ``huge_pages``: large tensors are in pages of 2 MiB.
     """
 
     threads: int
     rates: tuple[tuple[str, float], ...]
     read_cpu_seconds: float = 0.0
     amx: bool = False
+    huge_pages: bool = False
 
     def rate(self, kind: str, dtype: str) -> float:
-        """Return the rate of ``kind`` in ``dtype``.
+        """Return the rate of ``kind`` in ``dtype``; of "new memory" in the pages of tensors.
 
         Operators without rates use the elementwise rates, and precisions without rates those of a
         copy. Dtypes without rates, such as integers, use the rates of fp32.
         """
         rates = dict(self.rates)
+        if kind == "new memory":
+            kind = NEW_PAGES[self.huge_pages]
         kinds = [kind]
         if kind.startswith("elementwise "):
             kinds.append("elementwise")

@@ -23,14 +23,13 @@ from torch.func import functional_call
 
 from graphrun.graph.precisions import GGUF_BLOCKS
 from graphrun.kernel_memory import available_bytes
-from graphrun.model.hardware import Hardware, ProcessorRates
+from graphrun.model.hardware import NEW_PAGES, Hardware, ProcessorRates
 from graphrun.modules.quantize import convert, quantized
 from graphrun.profile.costs import cpu_seconds, cpu_work
 from graphrun.profile.fused_kernels import FusedKernels
-from graphrun.profile.processor import NEW_PAGES
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import Kernel
-from graphrun.systems import anonymous_memory, tensors_get_huge_pages
+from graphrun.systems import anonymous_memory
 from graphrun.units import GIB, MIB, PAGE_BYTES, round_up
 
 # rate of a class that takes no measurable time
@@ -455,7 +454,7 @@ def measured_cpu(
         name: new_memory_rate(share, huge_pages=bool(number))
         for number, name in enumerate(NEW_PAGES)
     }
-    new_rate = page_rates[NEW_PAGES[tensors_get_huge_pages()]]
+    new_rate = page_rates[NEW_PAGES[base_rates.huge_pages]]
     work, durations = list[dict[str, float]](), list[float]()
     for probe in probe_list:
         kernels = probe.kernels()
@@ -476,7 +475,7 @@ def measured_cpu(
         for amounts in work
     ]
     rates, errors = fitted_rates(work, durations, [probe.is_block for probe in probe_list])
-    rates |= {**page_rates, "new memory": new_rate}
+    rates |= page_rates
     rates |= dequantization_rates(share, pool, layer_dtype)
     for dtype in DTYPES:  # for operators that no probe has
         operator_rates = [

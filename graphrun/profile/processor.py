@@ -42,8 +42,6 @@ CORE_BYTES_PER_SECOND, MEMORY_CORES = 5e9, 8
 # bytes of new memory per second and core, in pages of 4 KiB and of 2 MiB, which the kernel clears
 # at their first use: 1.6e9 and 10e9 measured on an EPYC with two cores
 SMALL_PAGES_RATE, HUGE_PAGES_RATE = 1.2e9, 7e9
-# classes of rates, without and with huge pages
-NEW_PAGES = ("small pages", "huge pages")
 # bytes per second of direct reads of an NVMe disk: 1.6e9 to 1.9e9 measured with two threads
 DIRECT_READ_RATE = 1.6e9
 # seconds of a direct read of one page while all cores compute: 1.4e-3 measured with two cores
@@ -120,12 +118,10 @@ def bfloat16_instructions() -> tuple[str, ...]:
 
 
 def in_this_process(hardware: Hardware) -> Hardware:
-    """Return a CPU with the rate of new memory in the pages that tensors of this process get."""
-    kernels = hardware.kernels
-    assert isinstance(kernels, ProcessorRates)
-    rates = dict(kernels.rates)
-    rates["new memory"] = rates[NEW_PAGES[tensors_get_huge_pages()]]
-    return replace(hardware, kernels=replace(kernels, rates=tuple(rates.items())))
+    """Return a CPU with the pages that tensors of this process get."""
+    assert isinstance(hardware.kernels, ProcessorRates)
+    kernels = replace(hardware.kernels, huge_pages=tensors_get_huge_pages())
+    return replace(hardware, kernels=kernels)
 
 
 @functools.cache
@@ -157,7 +153,6 @@ def cpu_estimate() -> Hardware:
         "small pages": SMALL_PAGES_RATE * min(cores, MEMORY_CORES),
         "huge pages": HUGE_PAGES_RATE * min(cores, MEMORY_CORES),
     }
-    rates["new memory"] = rates[NEW_PAGES[tensors_get_huge_pages()]]
     for dtype, flops in (
         ("bfloat16", peak * half),
         ("float32", peak * single),
@@ -204,7 +199,11 @@ def cpu_estimate() -> Hardware:
         memory_bytes_per_second=moving,
         launch_seconds=CPU_LAUNCH_SECONDS,
         kernels=ProcessorRates(
-            cores, tuple(rates.items()), READ_CPU_SECONDS, amx="amx_bf16" in features
+            cores,
+            tuple(rates.items()),
+            READ_CPU_SECONDS,
+            amx="amx_bf16" in features,
+            huge_pages=tensors_get_huge_pages(),
         ),
         basis="data sheet",
     )

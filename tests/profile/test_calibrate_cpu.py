@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import graphrun
-from graphrun.model.hardware import Hardware, ProcessorRates, ReadRates
+from graphrun.model.hardware import NEW_PAGES, Hardware, ProcessorRates, ReadRates
 from graphrun.profile import calibrate, calibrate_cpu, doctor, processor
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.calibrate_cpu import (
@@ -65,7 +65,7 @@ def test_every_class_of_the_estimate_is_measured(
     names -= {f"elementwise {dtype}" for dtype in calibrate_cpu.DTYPES}
     names = {name for name in names if not name.startswith("dequantize ")}  # measured directly
     names = {name for name in names if "float16" not in name.split()}
-    names -= {*processor.NEW_PAGES}  # measured directly
+    names -= {*NEW_PAGES}  # measured directly
     assert names - names_measured == left_out
 
 
@@ -127,7 +127,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     monkeypatch.setattr(
         calibrate_cpu,
         "new_memory_rate",
-        lambda _, *, huge_pages: rates_of(hardware).rate(processor.NEW_PAGES[huge_pages], ""),
+        lambda _, *, huge_pages: rates_of(hardware).rate(NEW_PAGES[huge_pages], ""),
     )
     monkeypatch.setattr(calibrate_cpu, "dequantization_rates", lambda *_: {})
     monkeypatch.setattr(calibrate_cpu, "POOL_BYTES", 1 << 16)
