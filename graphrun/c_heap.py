@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import mmap
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-from graphrun.units import KIB, MIB
+from graphrun.systems import tensors_get_huge_pages
+from graphrun.units import KIB, MIB, PAGE_BYTES
 
 # Fragments from this size on are taken away. Smaller ones are the library's best fit only for small
 # tensors, of which all together take little memory.
 LEAST_FRAGMENT_BYTES = 64 * KIB
 LARGEST_FRAGMENT_BYTES = 256 * MIB
+_NO_HUGE_PAGES = getattr(mmap, "MADV_NOHUGEPAGE", 15)
 
 
 def trim_freed_memory() -> None:
@@ -41,12 +46,16 @@ class HeapFragments:
         self._addresses = list[int]()
 
     def take(self) -> None:
-        """Return freed memory to the system, and take the free ranges."""
+        """Return freed memory to the system, and take the free ranges.
+
+        Where tensors had huge pages, a range's header would get one too: they get small pages.
+        """
         trim_freed_memory()
         library = self._library
         if library is None or not self._in_main_heap():
             return
         end: int = library.sbrk(0)
+        self._use_small_pages(end)
         for nbytes in _sizes():
             while address := library.malloc(nbytes):
                 if address + nbytes > end:  # no free range, but at the heap's end, or a mapping
@@ -60,6 +69,13 @@ class HeapFragments:
         while self._addresses:
             assert self._library is not None
             self._library.free(self._addresses.pop())
+
+    def _use_small_pages(self, end: int) -> None:
+        """Undo what PyTorch asked for the heap, which ends at ``end``. New tensors ask again."""
+        if tensors_get_huge_pages() and (begin := _heap_begin()) is not None:
+            library = self._library
+            assert library is not None
+            library.madvise(begin, (end - begin) // PAGE_BYTES * PAGE_BYTES, _NO_HUGE_PAGES)
 
     def _in_main_heap(self) -> bool:
         """Return whether this thread's memory is in the heap that ends at the program break."""
@@ -78,6 +94,17 @@ def _sizes() -> Iterator[int]:
         nbytes = nbytes * 3 // 4
 
 
+@functools.cache
+def _heap_begin() -> int | None:
+    """Return where the heap begins, a page (proc_pid_maps(5)); None if unknown."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    begins = [int(line.partition("-")[0], 16) for line in lines if line.endswith("[heap]")]
+    return min(begins, default=None)
+
+
 def _c_library() -> ctypes.CDLL | None:
     """Return glibc; None if this process uses another C library."""
     if sys.platform != "linux":
@@ -88,4 +115,5 @@ def _c_library() -> ctypes.CDLL | None:
     library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     library.free.argtypes, library.free.restype = [ctypes.c_void_p], None
     library.sbrk.argtypes, library.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library

@@ -15,6 +15,7 @@ import pytest
 from graphrun.c_heap import HeapFragments
 from graphrun.model import allocator
 from graphrun.model.allocator import MAPPED_BYTES, Heap, Heaps
+from graphrun.systems import HUGE_PAGES_VARIABLE
 from graphrun.units import KIB, MIB
 
 pytestmark = pytest.mark.skipif(
@@ -36,7 +37,7 @@ def anonymous():
 events, first_events, takes = json.load(sys.stdin)
 address, live, begin, peaks = ctypes.c_void_p(), {}, 0, [0]
 def allocate(key, nbytes):  # as PyTorch
-    is_huge = "HUGE" in os.environ and nbytes >= 2 << 20
+    is_huge = os.environ["THP_MEM_ALLOC_ENABLE"] == "1" and nbytes >= 2 << 20
     assert library.posix_memalign(ctypes.byref(address), 4096 if is_huge else 64, nbytes) == 0
     if is_huge:
         assert library.madvise(address, ctypes.c_size_t(nbytes), 14) == 0
@@ -114,7 +115,7 @@ def in_the_library(
         text=True,
         check=True,
         cwd=Path(__file__).parent.parent,
-        env={**os.environ, "PADDING": padding * "x"} | ({"HUGE": "1"} if huge_pages else {}),
+        env={**os.environ, "PADDING": padding * "x", HUGE_PAGES_VARIABLE: str(int(huge_pages))},
     )
     peaks, left_bytes, freed_bytes = json.loads(result.stdout)
     return peaks[1:], left_bytes, freed_bytes
@@ -188,12 +189,13 @@ def test_a_trim_leaves_what_is_live_and_a_mapped_tensor_goes_at_once() -> None:
     assert MIB <= heap.used_bytes < MIB + 64 * KIB
 
 
-@pytest.mark.sweep("more")
-def test_tensors_do_not_spread_over_a_heap_that_objects_part() -> None:
+@pytest.mark.sweep("more", sample=1)
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_tensors_do_not_spread_over_a_heap_that_objects_part(huge_pages: bool) -> None:
     events = sdxl("unet")
-    in_new_heap = highest_peak(events)
-    (spread_peak,), _, _ = in_the_library(events, events[1:], takes=False)
-    (compact,), left_bytes, freed_bytes = in_the_library(events, events[1:])
+    in_new_heap = highest_peak(events, huge_pages=huge_pages)
+    (spread_peak,), _, _ = in_the_library(events, events[1:], takes=False, huge_pages=huge_pages)
+    (compact,), left_bytes, freed_bytes = in_the_library(events, events[1:], huge_pages=huge_pages)
     assert spread_peak > 1.4 * compact
     assert compact < 1.1 * in_new_heap
     assert left_bytes < MIB  # taken ranges have no memory
