@@ -20,6 +20,7 @@ from graphrun.units import KIB, MIB, PAGE_BYTES
 # tensors, of which all together take little memory.
 LEAST_FRAGMENT_BYTES = 64 * KIB
 LARGEST_FRAGMENT_BYTES = 256 * MIB
+LARGEST_CACHED, CHUNK_STEP, MOST_CACHED = 1032, 16, 7
 _NO_HUGE_PAGES = getattr(mmap, "MADV_NOHUGEPAGE", 15)
 
 
@@ -54,6 +55,7 @@ class HeapFragments:
         library = self._library
         if library is None or not self._in_main_heap():
             return
+        self._fill_cache()
         end: int = library.sbrk(0)
         self._use_small_pages(end)
         for nbytes in _sizes():
@@ -69,6 +71,18 @@ class HeapFragments:
         while self._addresses:
             assert self._library is not None
             self._library.free(self._addresses.pop())
+
+    def _fill_cache(self) -> None:
+        """Fill the library's cache of small chunks, so that it keeps none next to tensors.
+
+        Chunks in it part free ranges; others are merged (tcache in malloc/malloc.c, which keeps
+        `MOST_CACHED` chunks of each size up to `LARGEST_CACHED`).
+        """
+        library = self._library
+        assert library is not None
+        for nbytes in range(LARGEST_CACHED, 0, -CHUNK_STEP):
+            for address in [library.malloc(nbytes) for _ in range(MOST_CACHED)]:
+                library.free(address)
 
     def _use_small_pages(self, end: int) -> None:
         """Undo what PyTorch asked for the heap, which ends at ``end``. New tensors ask again."""

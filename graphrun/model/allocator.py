@@ -34,13 +34,9 @@ CHUNK_STEP, LEAST_CHUNK, LEAST_LARGE, MERGING_BYTES = 16, 32, KIB, 64 * KIB
 LARGEST_KEPT, LARGEST_BIT = 1040, 128
 # PyTorch aligns tensors to so many bytes (c10/core/alignment.h).
 ALIGNMENT = 64
-# PyTorch asks for huge pages for tensors of at least so many bytes (c10/core/impl/alloc_cpu.cpp).
-# The pages at both ends reach beyond the tensor, together by half of two pages.
-HUGE_BYTES = HUGE_ENDS_BYTES = 2 * MIB
 ALIGNING_BYTES = ALIGNMENT + LEAST_CHUNK
-# What a heap may begin with: (chunks of each size that it keeps at first, its first byte). Python
-# leaves room for none or one of most sizes. 14 sequences of tensors, each in four processes, took
-# what one of these gives, within 2 % (tests/test_c_heap.py).
+# What a heap may begin with: (chunks of each size that it keeps, its first byte). It keeps none, as
+# `HeapFragments` fills its cache of chunks, or rarely one.
 BEGINNINGS = ((0, 0), (0, 32), (1, 0), (1, 16), (1, 32))
 # The heap without live tensors, counted more than it is, for small objects and huge pages.
 FRAGMENTS_SHARE = 1.3
@@ -258,30 +254,26 @@ class Heap:
 class Heaps:
     """The most that the C library's heap may take: one heap of each of the `BEGINNINGS`.
 
-    Small objects, which part ranges too, are not recorded: `FRAGMENTS_SHARE` allows for them.
-    ``huge_pages``: tensors get pages of 2 MiB.
+    Small objects, which part ranges too, and the ends of huge pages are not recorded:
+    `FRAGMENTS_SHARE` allows for them.
     """
 
-    def __init__(self, *, huge_pages: bool = False) -> None:
+    def __init__(self) -> None:
         self._heaps = [Heap(*beginning) for beginning in BEGINNINGS]
-        self._huge_pages, self._huge_keys = huge_pages, set[int]()
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the live tensors, plus `FRAGMENTS_SHARE` of the other bytes of the heap."""
-        return len(self._huge_keys) * HUGE_ENDS_BYTES + max(
+        return max(
             heap.live_bytes + int(FRAGMENTS_SHARE * (heap.used_bytes - heap.live_bytes))
             for heap in self._heaps
         )
 
     def allocate(self, key: int, nbytes: int) -> None:
-        if self._huge_pages and nbytes >= HUGE_BYTES:
-            self._huge_keys.add(key)
         for heap in self._heaps:
             heap.allocate(key, nbytes)
 
     def release(self, key: int) -> None:
-        self._huge_keys.discard(key)
         for heap in self._heaps:
             heap.release(key)
 

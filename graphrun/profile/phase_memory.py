@@ -11,12 +11,11 @@ these calls, so all of it must fit next to the phase's weights.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from graphrun.model.allocator import Allocator, Counting, Heaps
-from graphrun.model.hardware import Hardware, ProcessorRates
+from graphrun.model.hardware import Hardware
 from graphrun.model.phase_trace import CALL, CallTrace, Item, PhaseTrace
 from graphrun.profile.phase_traces import phase_traces_of
 from graphrun.profile.recording import Call, Recording
@@ -49,7 +48,7 @@ def phase_memories_of(
     ``recording.entries()``, one for each phase (`problems.phase_spans`). ``returns``: unused memory
     is returned to the device before each phase, as the executor does and a pipeline does not.
     """
-    allocator = allocator or _allocator_of(hardware)
+    allocator = allocator or (Heaps if hardware.kind.is_host else Counting)
     traces = phase_traces_of(recording, spans, hardware)
     replay = _TraceReplay(allocator(), recording.keeps_tensors, hardware.unified, returns=returns)
     entries, last_stage = recording.entries(), None
@@ -66,13 +65,6 @@ def phase_memories_of(
             replay.begin_steady()
             replay.apply(trace, trace.steady)
     return replay.phases[1:]
-
-
-def _allocator_of(hardware: Hardware) -> Callable[[], Allocator]:
-    kernels = hardware.kernels
-    if hardware.kind.is_host and isinstance(kernels, ProcessorRates):
-        return functools.partial(Heaps, huge_pages=kernels.huge_pages)
-    return Counting
 
 
 def pipeline_code_of(
