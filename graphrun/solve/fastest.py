@@ -170,7 +170,8 @@ def _with_layers(
     if finer is None:
         with_choices = _with_choices_of(problem, best.solution.plan)
         # A session's average run is compared with a single run with layers.
-        limit_seconds = best.solution.objective_seconds / problem.runs / TOLERANCE
+        seconds = max(best.solution.objective_seconds, best.seconds / CLEARLY)
+        limit_seconds = seconds / problem.runs / TOLERANCE
         layers = _worth_splitting(problem, with_choices, limit_seconds, from_disk=True)
         if layers is None:
             return best
