@@ -115,10 +115,10 @@ def test_a_plan_by_layer_of_the_problem_by_block_is_refused_with_the_reason() ->
     instance = problem(12 * MB)
     plan = solve(instance).plan
     with pytest.raises(
-        PlanError, match=r"m has no blocks b_2\[.*: they are layers, .* plan's `Solution.problem`"
+        PlanError, match=r"m has no blocks b_3\[.*: they are layers, .* plan's `Solution.problem`"
     ):
         simulate(instance, plan)
-    with pytest.raises(PlanError, match=r"m has no blocks b_2\[[0-9, ]*\]$"):
+    with pytest.raises(PlanError, match=r"m has no blocks b_3\[[0-9, ]*\]$"):
         simulate(by_block_alone(instance), plan)
 
 
