@@ -96,7 +96,7 @@ class Calls:
         kept_plans = checked.get("_repeated_run", 0) + checked.get("faster_baselines", 0)
         assert simulations.pop("solution_of", 0) <= kept_plans
         assert checks.pop("checked_solution", 0) == kept_plans
-        assert 0 < checks.pop("_refined") <= self.counts["plan_of"]
+        assert 0 < checks.pop("_best_plan") <= self.counts["plan_of"]
         before_runs = self.by_caller("broken_rules").get("refuse_broken", 0)
         assert checks.pop("broken_rules", 0) <= before_runs  # equal plans are checked once
         assert (simulations, checks) == ({}, {})

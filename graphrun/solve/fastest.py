@@ -1,10 +1,10 @@
 """The plan of least predicted time within all budgets, and a bound on its gap to the optimum.
 
     orders, options -> programs -> HiGHS -> plan -> simulation -> slower than predicted?
-                          ^                                              |
-                          '-- longer copy times in the slower slots <----'
+                                                                     |
+                       deeper ring buffers, baselines -> plan <------'
 
-HiGHS minimises seconds, then bytes moved, then memory. At most three rounds; the fastest plan wins.
+HiGHS minimises seconds, then bytes moved, then memory. The plan that simulates fastest wins.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import StageChoice, stage_choices
 from graphrun.solve.program import Choice, Program
 from graphrun.solve.programs import on_first_device, program_of, with_variants
-from graphrun.solve.rows import Rows, excess_bytes, rows_of
+from graphrun.solve.rows import excess_bytes, rows_of
 from graphrun.solve.search import (
-    REFINE_GOALS,
+    COMMON_GOALS,
     SLACK,
     Answer,
     Minimum,
@@ -48,15 +48,14 @@ from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import checked_solution
 
-ROUNDS = 3  # of refinement; large programs and sessions of many runs get one
 # Ring buffer depths to try where compute waits for double buffering. Sessions of many runs try only
 # the first.
 DEEPER = (
     3,
     4,
 )
-# Ratio of simulated to predicted seconds above which a plan is refined. Also the least factor by
-# which a plan with layers must be faster to replace a plan with blocks.
+# Ratio of simulated to predicted seconds above which deeper ring buffers and baselines are tried.
+# Also the least factor by which a plan with layers must be faster to replace a plan with blocks.
 TOLERANCE = 1.001
 # Factor by which a plan with layers must be faster than the program of blocks predicts, so that the
 # plan with blocks is not searched. Simulated, it could be a little faster than predicted.
@@ -72,8 +71,8 @@ def fastest(
 
     Ties are broken by bytes moved, then by peak. The solution's problem is ``problem`` with
     components split into layers as needed; with ``layers`` also where that is faster.
-    Deterministic: equal problems give equal plans, byte for byte. A plan within TOLERANCE of
-    ``target_seconds`` is not refined.
+    Deterministic: equal problems give equal plans, byte for byte. If the solver's plan is within
+    TOLERANCE of ``target_seconds``, no other is tried.
     """
     result = find(problem, layers=layers, target_seconds=target_seconds)
     return None if result is None else result.solution
@@ -170,7 +169,8 @@ def _with_layers(
     if finer is None:
         with_choices = _with_choices_of(problem, best.solution.plan)
         # A session's average run is compared with a single run with layers.
-        limit_seconds = best.solution.objective_seconds / problem.runs / TOLERANCE
+        seconds = max(best.solution.objective_seconds, best.seconds / CLEARLY)
+        limit_seconds = seconds / problem.runs / TOLERANCE
         layers = _worth_splitting(problem, with_choices, limit_seconds, from_disk=True)
         if layers is None:
             return best
@@ -207,7 +207,7 @@ def find_near(
     depth = max(BUFFERED_BLOCKS, int(previous.choice.depths.max()))
     answer = choose(
         [Formulation(program, depth=depth, neighbour=previous.choice) for program in programs],
-        REFINE_GOALS,
+        COMMON_GOALS,
     )
     if answer is None:
         return None
@@ -429,11 +429,11 @@ def _solved(
         second = choose_for([choice.program for choice in main_choices]) if main_choices else None
         if second is not None:
             pairs.append((second, main_choices[second.number]))
-    refined = [
-        _refined(problem, stage_choice, answer, target_seconds, baselines)
+    plans = [
+        _best_plan(problem, stage_choice, answer, target_seconds, baselines)
         for answer, stage_choice in pairs
     ]
-    program, best = min(refined, key=lambda result: result[1].rank())
+    program, best = min(plans, key=lambda result: result[1].rank())
     objective, bound = rows_of(program, best.choice).seconds(), first.bound
     # The simulation may overlap more copies with compute than the program does, so the plan can
     # beat the program's bound. The minimum with `Program.full_overlap` bounds every plan.
@@ -453,7 +453,7 @@ def _solved(
     )
 
 
-def _refined(
+def _best_plan(
     problem: Problem,
     stage_choice: StageChoice,
     first: Answer,
@@ -462,8 +462,8 @@ def _refined(
 ) -> tuple[Program, _SimulatedChoice]:
     """Return the best plan for the chosen stage order, options and variants.
 
-    Solve again with longer copy times in the slower slots while the simulated plan is slower than
-    predicted and than ``target_seconds``. Then try deeper ring buffers and baselines.
+    Try deeper ring buffers and baselines while the best plan simulates slower than the solver
+    predicted, and slower than ``target_seconds``.
     """
     variants, choice = simplest_variants(
         first.program.problem,
@@ -472,13 +472,9 @@ def _refined(
     )
     program = with_variants(first.program, variants)
 
-    simulations = dict[Plan, Simulation]()
-
     def simulated_choice(choice: Choice) -> _SimulatedChoice:
         plan = plan_of(program, choice, problem, stage_choice.options, stage_choice.order)
-        if plan not in simulations:
-            simulations[plan] = simulate(problem, plan)
-        return _SimulatedChoice(choice, plan, simulations[plan])
+        return _SimulatedChoice(choice, plan, simulate(problem, plan))
 
     def offered(candidate: _SimulatedChoice) -> _SimulatedChoice:
         seconds = candidate.seconds
@@ -486,32 +482,11 @@ def _refined(
         offer(Candidate(problem, candidate.plan, seconds, objective, first.bound))
         return candidate
 
-    def is_slow(candidate: _SimulatedChoice, rows: Rows[float]) -> bool:
-        return candidate.seconds > TOLERANCE * max(target_seconds, rows.seconds())
+    def is_slow(candidate: _SimulatedChoice) -> bool:
+        predicted_seconds = rows_of(program, candidate.choice).seconds()
+        return candidate.seconds > TOLERANCE * max(target_seconds, predicted_seconds)
 
-    factors = (1.0,) * len(program.intervals)
-    best = last = offered(simulated_choice(choice))
-    rounds = 1 if first.large or many_runs(problem) else ROUNDS
-    for _ in range(rounds):
-        rows = rows_of(program, last.choice, factors)
-        if not is_slow(last, rows) or not has("refinement"):
-            break
-        predicted = [rows.slot_seconds(t) for t in range(len(program.intervals))]
-        slots = (*last.simulation.slots[: program.run_length], *last.simulation.further_slots)
-        slowdowns = (
-            (slot.seconds - slot.first_touch_seconds) / seconds if seconds > 0 else 1.0
-            for slot, seconds in zip(slots, predicted, strict=False)
-        )
-        factors = tuple(
-            factor * max(1.0, slowdown) for factor, slowdown in zip(factors, slowdowns, strict=True)
-        )
-        answer = choose_for([program], factors, REFINE_GOALS)
-        if answer is None:
-            break
-        last = simulated_choice(answer.choice)
-        if many_runs(problem) and best.rank() <= last.rank():
-            break
-        best = min(best, last, key=_SimulatedChoice.rank)
+    best = offered(simulated_choice(choice))
     if violations := check(problem, best.plan):
         raise BrokenPlan(
             f"the planner made a plan that breaks its rules, which is a bug: {violations[0]}"
@@ -522,11 +497,7 @@ def _refined(
     if baselines:
         attempts["baselines"] = _baseline_choices(program)
     for strategy, choices in attempts.items():
-        while (
-            is_slow(best, rows_of(program, best.choice))
-            and has(strategy)
-            and (attempt := next(choices, None)) is not None
-        ):
+        while is_slow(best) and has(strategy) and (attempt := next(choices, None)) is not None:
             if least_seconds_of(program, attempt) >= best.seconds:
                 continue
             other = simulated_choice(attempt)
@@ -562,7 +533,7 @@ def _deeper_ring_buffers(program: Program, choice: Choice) -> Iterator[Choice]:
         wider = replace(choice, depths=np.maximum(depth, choice.depths))
         if not excess_bytes(program, wider):
             yield wider
-        if (answer := choose_for([program], (), REFINE_GOALS, depth)) is not None:
+        if (answer := choose_for([program], COMMON_GOALS, depth)) is not None:
             yield answer.choice
 
 

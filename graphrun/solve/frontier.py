@@ -128,7 +128,6 @@ def frontier(
 def quickly_solved(problem: Problem) -> Solution | None:
     """Return a plan as `solved` does, in less time. The plan may be a few per cent slower."""
     with without(
-        "refinement",
         "deeper ring buffers",
         "baselines",
         "layers",

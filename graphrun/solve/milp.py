@@ -27,12 +27,11 @@ NEAR = 3.0  # blocks by which a group may differ from the neighbour choice
 class Formulation:
     """Rows and columns of ``program``.
 
-    ``factors[t]`` multiplies the copy times of interval t; empty: 1. ``margins``: bytes to keep
-    free. ``minimised``: the host tier or disk to minimise. A device needs no rows for it: its goal
-    is ``peak``. ``depth``: blocks in a ring buffer, unless it is single-buffered. ``leaves``:
-    blocks per group on the device at the end. ``neighbour``: a choice of a program with the same
-    groups and intervals, from which K and d differ by at most NEAR; ignored if a component is split
-    into layers.
+    ``margins``: bytes to keep free. ``minimised``: the host tier or disk to minimise. A device
+    needs no rows for it: its goal is ``peak``. ``depth``: blocks in a ring buffer, unless it is
+    single-buffered. ``leaves``: blocks per group on the device at the end. ``neighbour``: a choice
+    of a program with the same groups and intervals, from which K and d differ by at most NEAR;
+    ignored if a component is split into layers.
 
     Goals, in scaled units: ``seconds``; ``copying``, seconds of copying blocks; ``moved_bytes``,
     bytes copied; ``memory``, the peak plus a little of the mean, so that no block is loaded earlier
@@ -42,20 +41,14 @@ class Formulation:
     def __init__(
         self,
         program: Program,
-        factors: Sequence[float] = (),
         margins: Margins | None = None,
         minimised: Memory | None = None,
         depth: int = BUFFERED_BLOCKS,
         leaves: Sequence[int] = (),
         neighbour: Choice | None = None,
     ) -> None:
-        self.program, self.factors, self.margins = program, factors, margins or {}
-        self.minimised, self.depth, self.leaves, self.neighbour = (
-            minimised,
-            depth,
-            leaves,
-            neighbour,
-        )
+        self.program, self.margins, self.minimised = program, margins or {}, minimised
+        self.depth, self.leaves, self.neighbour = depth, leaves, neighbour
         is_by_layer = any(group.by_layer for group in program.groups)
         model = self.model = MilpModel(COARSE_GAP if is_by_layer else GAP)
         self.peak = model.column()
@@ -63,7 +56,7 @@ class Formulation:
         columns = self.columns = Columns(
             program, model, stores_may_drop=may_limit and not program.session, depth=depth
         )
-        rows = Rows(program, columns, factors, full_overlap=program.full_overlap)
+        rows = Rows(program, columns, full_overlap=program.full_overlap)
         self.bytes_unit, self.seconds_unit = columns.bytes_unit(0), columns.seconds_unit
         seconds, occupied, single_buffer_costs = list[Linear](), list[Linear](), dict[int, float]()
         for t, interval in enumerate(program.intervals):

@@ -294,7 +294,7 @@ def _in_rounds(problem: Problem) -> tuple[Solution | None, float | None]:
     """Return the first plan that fits by allocator pages, and the bound, as `within_pages`.
 
     A round first searches near the plan of the previous full search, which was made for more
-    memory. A full search stops refining when it is as fast as that plan. The page overhead of
+    memory. A full search stops when it is as fast as that plan. The page overhead of
     secondary devices is set aside in every round.
     """
     first: Solution | None = None

@@ -136,7 +136,6 @@ class Variables(ABC, Generic[Quantity]):
 class Rows(Generic[Quantity]):
     """Seconds and bytes of the intervals of ``program`` for the values of ``variables``.
 
-    ``factors[t]`` multiplies the times of copies and disk reads in interval t; empty: 1.
     ``full_overlap``: every copy overlaps all compute of its slot, which gives a lower bound.
     """
 
@@ -144,13 +143,11 @@ class Rows(Generic[Quantity]):
         self,
         program: Program,
         variables: Variables[Quantity],
-        factors: Sequence[float] = (),
         *,
         full_overlap: bool = False,
     ) -> None:
         self.program: Program = program
         self.variables: Variables[Quantity] = variables
-        self._factors = factors or (1.0,) * len(program.intervals)
         self._full_overlap = full_overlap
         self._copied_blocks: dict[tuple[int, int], Quantity] = {}
         self._activations: dict[int, tuple[Quantity, Quantity]] = {}
@@ -202,7 +199,7 @@ class Rows(Generic[Quantity]):
         return self.variables.total(parts)
 
     def copy_seconds(self) -> Quantity:
-        """Return the seconds of all copies of blocks in all runs, without ``factors``."""
+        """Return the seconds of all copies of blocks in all runs."""
         return self.variables.total(
             self.copied_blocks(t, j) * (interval.weight * group.load_seconds)
             for t, interval in enumerate(self.program.intervals)
@@ -234,12 +231,12 @@ class Rows(Generic[Quantity]):
 
     def _channel_seconds(self, t: int) -> Iterator[Quantity]:
         """Yield the seconds of interval ``t``: compute, the copies to each device, the disk."""
-        program, variables, factor = self.program, self.variables, self._factors[t]
+        program, variables = self.program, self.variables
         interval, groups = program.intervals[t], program.groups
         copies = [self.copied_blocks(t, j) for j in range(len(groups))]
         pairs = list(zip(copies, groups, strict=True))
-        load = [x * (group.load_seconds * factor) for x, group in pairs]
-        disk = [x * (group.disk_seconds * factor) for x, group in pairs]
+        load = [x * group.load_seconds for x, group in pairs]
+        disk = [x * group.disk_seconds for x, group in pairs]
         busy = [
             self._overlap_set_seconds(t, members, load, disk) for members in program.overlap_sets[t]
         ]
@@ -250,12 +247,12 @@ class Rows(Generic[Quantity]):
             for n in program.devices
         ]
         links[0] += [
-            variables.spilled(g) * (seconds * factor)
+            variables.spilled(g) * seconds
             for g, gap in enumerate(program.spill_gaps)
             if (seconds := gap.seconds(t))
         ]
         disk += [
-            variables.reads(t, n) * (variant_choice.read_seconds * factor)
+            variables.reads(t, n) * variant_choice.read_seconds
             for n, variant_choice in enumerate(program.variant_choices)
             if variant_choice.read_seconds
         ]
@@ -484,11 +481,9 @@ class Integers(Variables[float]):
         return sum(parts)
 
 
-def rows_of(
-    program: Program, choice: Choice, factors: Sequence[float] = (), *, full_overlap: bool = False
-) -> Rows[float]:
+def rows_of(program: Program, choice: Choice, *, full_overlap: bool = False) -> Rows[float]:
     """Return the seconds and bytes of ``choice``. ``program`` has one variant per component."""
-    return Rows(program, Integers(program, choice), factors, full_overlap=full_overlap)
+    return Rows(program, Integers(program, choice), full_overlap=full_overlap)
 
 
 def excess_bytes(program: Program, choice: Choice) -> dict[Memory, NDArray[np.int64]]:

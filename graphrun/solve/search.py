@@ -41,9 +41,9 @@ LARGE_GAPS = (1e-4, 1e-3, 1e-3)
 # more columns than this. A single program above it is not tried by `can_reach`, and its layers are
 # rounded to a wider gap.
 MOST_LARGE = 4000
-# Branch-and-bound nodes: for ties in a large program; and with REFINE_GOALS or for `least_seconds`
+# Branch-and-bound nodes: for ties in a large program; and with COMMON_GOALS or for `least_seconds`
 # of a large program.
-TIE_NODES, REFINE_NODES = (
+TIE_NODES, COMMON_NODES = (
     200,
     500,
 )
@@ -81,7 +81,7 @@ GOALS = (
 SECONDS = GOALS[:1]
 
 
-def _refine_goal(formulation: Formulation) -> tuple[Linear, float]:
+def _common_goal(formulation: Formulation) -> tuple[Linear, float]:
     """Return seconds, plus a hundredth of the copy time, plus a tie-breaker for memory."""
     return (
         formulation.seconds + COPY_WEIGHT * formulation.copying + 1e-6 * formulation.memory,
@@ -89,14 +89,14 @@ def _refine_goal(formulation: Formulation) -> tuple[Linear, float]:
     )
 
 
-# For solving again with longer copy times: nearly as fast plans are compared by copy time, then by
-# memory. The result is simulated again.
-REFINE_GOALS = (Goal(_refine_goal, 1e-4, REFINE_NODES),)
+# For a solution that is simulated anyway: nearly as fast ones are compared by copy time, then by
+# memory.
+COMMON_GOALS = (Goal(_common_goal, 1e-4, COMMON_NODES),)
 # Goals if a component is split into layers: the program counts layers as fractions, which are
 # rounded afterwards.
 LAYER_GOALS = (
     *SECONDS,
-    *REFINE_GOALS,
+    *COMMON_GOALS,
 )
 
 
@@ -156,7 +156,7 @@ def choose(
                 formulation.model.rounded(
                     answer,
                     layers,
-                    _refine_goal(formulation)[0],
+                    _common_goal(formulation)[0],
                     ROUNDING_GAPS[formulation.model.size > MOST_LARGE],
                 )
                 or answer
@@ -171,7 +171,6 @@ def choose(
         }
         formulations[number] = Formulation(
             formulation.program,
-            formulation.factors,
             {**formulation.margins, **margins},
             None,
             formulation.depth,
@@ -199,7 +198,7 @@ def can_reach(formulation: Formulation, seconds: float) -> bool:
 def least_seconds(formulations: Sequence[Formulation]) -> float:
     """Return a lower bound on the seconds of all ``formulations``."""
     large = any(formulation.model.size > LARGE for formulation in formulations)
-    goal = replace(SECONDS[0], gap=LARGE_GAPS[0], nodes=REFINE_NODES) if large else SECONDS[0]
+    goal = replace(SECONDS[0], gap=LARGE_GAPS[0], nodes=COMMON_NODES) if large else SECONDS[0]
     return minimise_over(formulations, range(len(formulations)), goal, staged=large).bound
 
 

@@ -35,7 +35,6 @@ def many_runs(problem: Problem) -> bool:
 
 def choose_for(
     programs: Sequence[Program],
-    factors: Sequence[float] = (),
     goals: Sequence[Goal] = GOALS,
     depth: int = BUFFERED_BLOCKS,
 ) -> Answer | None:
@@ -44,27 +43,18 @@ def choose_for(
     In a session of many runs, the further run is the best by ``goals``, and all runs together are
     within MOST_GAP of the best.
     """
-    answer = _in_turn(programs, factors, goals, depth) if many_runs(programs[0].problem) else None
-    return answer or choose(
-        [Formulation(program, factors, depth=depth) for program in programs], goals
-    )
+    answer = _in_turn(programs, goals, depth) if many_runs(programs[0].problem) else None
+    return answer or choose([Formulation(program, depth=depth) for program in programs], goals)
 
 
-def _in_turn(
-    programs: Sequence[Program], factors: Sequence[float], goals: Sequence[Goal], depth: int
-) -> Answer | None:
+def _in_turn(programs: Sequence[Program], goals: Sequence[Goal], depth: int) -> Answer | None:
     """Solve the further run, then the first run.
 
     None if one has no answer, if they exceed a budget together, or if the first run may be much
     longer than the best one, for example with a variant that is slow to read.
     """
-    length = programs[0].run_length
     further_answer = choose(
-        [
-            Formulation(program.single_run("further"), factors[length:], depth=depth)
-            for program in programs
-        ],
-        goals,
+        [Formulation(program.single_run("further"), depth=depth) for program in programs], goals
     )
     if further_answer is None:
         return None
@@ -73,10 +63,8 @@ def _in_turn(
         [(variant_choice.index,) for variant_choice in further_answer.program.variant_choices],
     )
     leaves = further_answer.choice.present[0].tolist()
-    first = choose(
-        [Formulation(program.single_run("first"), factors[:length], depth=depth, leaves=leaves)],
-        goals,
-    )
+    first_formulation = Formulation(program.single_run("first"), depth=depth, leaves=leaves)
+    first = choose([first_formulation], goals)
     if first is None:
         return None
     first_choice, further_choice = first.choice, further_answer.choice
@@ -95,10 +83,7 @@ def _in_turn(
         first_choice.drops,
         (*first_choice.spills, *further_choice.spills),
     )
-    relaxed = (
-        Formulation(program.single_run("first"), factors[:length], depth=depth)
-        for program in programs
-    )
+    relaxed = (Formulation(program.single_run("first"), depth=depth) for program in programs)
     bounds = [
         result.value * formulation.seconds_unit
         for formulation in relaxed
@@ -106,7 +91,7 @@ def _in_turn(
     ]
     bound = min(bounds, default=0.0) + (program.problem.runs - 1) * further_answer.bound
     if excess_bytes(program, choice) or (
-        goals is GOALS and rows_of(program, choice, factors).seconds() * (1 - MOST_GAP) > bound
+        goals is GOALS and rows_of(program, choice).seconds() * (1 - MOST_GAP) > bound
     ):
         return None
     return replace(further_answer, program=program, choice=choice, bound=bound)

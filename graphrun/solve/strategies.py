@@ -3,7 +3,6 @@
 `benchmarks/ablation.py` measures the seconds of plans that each saves, and the seconds of planning
 that it costs.
 
-    refinement           solve again with longer copy times in the slots that simulate slower
     deeper ring buffers  try ring buffers of three and four blocks
     baselines            try fixed strategies for running a pipeline
     layers               split a component into layers where that is faster
@@ -23,7 +22,6 @@ from contextvars import ContextVar
 from typing import Literal, get_args
 
 Strategy = Literal[
-    "refinement",
     "deeper ring buffers",
     "baselines",
     "layers",

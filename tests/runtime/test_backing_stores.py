@@ -30,6 +30,8 @@ from stored_component import host_of, in_backing_store, saved
 from graphrun.errors import InputError, PlanError
 from graphrun.model.plan import Plan
 from graphrun.model.problem import Problem
+from graphrun.modules.blocks import BlockLayout
+from graphrun.runtime.backing import Disk
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
 from graphrun.sim import Machine
@@ -480,6 +482,12 @@ def test_a_block_whose_read_was_overwritten_before_its_copy_is_read_again(make: 
     case.calls = ["a", "a.encode", "a", "b"]
     with_late_reader(case)
     assert torch.equal(case.run().outputs["x"], plain({"a": Small(), "b": Small(1)}, case.calls))
+
+
+def test_the_copy_of_an_empty_block_waits_for_no_read(make: Make) -> None:
+    writer: Any = None
+    device = make("disk", FROM_DISK, ["a", "b"]).device
+    assert Disk({"empty": BlockLayout("empty", 0, ())}, device, writer, 0).request("empty")
 
 
 def test_a_run_that_fails_waits_for_the_reads_under_way(make: Make) -> None:

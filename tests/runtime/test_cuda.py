@@ -253,3 +253,21 @@ def test_functions_are_tried_without_resetting_the_peaks_of_a_backend(
     assert tried_indices == [7], "only memory_allocated"
     assert backend.function("memory_allocated") is None, "it returned no number"
     assert backend.function("reset_peak_memory_stats") is not None
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_opening_a_backend_leaves_the_users_memory_limit(
+    is_readable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a function that returns the limit, it could not be restored."""
+    fractions = [0.5]
+    name = "per_process_memory_fraction"
+    monkeypatch.setattr(
+        torch.cpu, f"set_{name}", lambda share, index: fractions.append(share), raising=False
+    )
+    if is_readable:
+        monkeypatch.setattr(torch.cpu, f"get_{name}", lambda index: fractions[-1], raising=False)
+    backend = Backend("cpu")
+    backend.probe(0)
+    assert set(fractions) == {0.5}
+    assert (backend.function(f"set_{name}") is not None) == is_readable

@@ -632,9 +632,9 @@ def test_an_error_that_is_not_of_the_file_is_raised_as_it_is(
 @pytest.mark.parametrize(
     "view",
     [
-        torch.empty(SMALL + 1, dtype=torch.uint8)[1:],
-        torch.empty(SMALL, dtype=torch.int8),
-        torch.empty(SMALL + PAGE_BYTES, dtype=torch.uint8),
+        MappedArena(SMALL + PAGE_BYTES).view(1, SMALL),
+        MappedArena(SMALL).view(0, SMALL).view(torch.int8),
+        MappedArena(SMALL + PAGE_BYTES).view(0, SMALL + PAGE_BYTES),
         torch.empty(SMALL, dtype=torch.uint8, device="meta"),
     ],
     ids=["misaligned", "other dtype", "other size", "other device"],

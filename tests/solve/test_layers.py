@@ -25,7 +25,7 @@ from graphrun.solve.infeasible import Infeasible, smallest_budget
 from graphrun.solve.pages import solved
 from graphrun.solve.solve import solve
 from graphrun.solve.suggestions import predicted_seconds
-from graphrun.units import GIB
+from graphrun.units import GIB, MIB
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 
@@ -115,10 +115,10 @@ def test_a_plan_by_layer_of_the_problem_by_block_is_refused_with_the_reason() ->
     instance = problem(12 * MB)
     plan = solve(instance).plan
     with pytest.raises(
-        PlanError, match=r"m has no blocks b_2\[.*: they are layers, .* plan's `Solution.problem`"
+        PlanError, match=r"m has no blocks b_3\[.*: they are layers, .* plan's `Solution.problem`"
     ):
         simulate(instance, plan)
-    with pytest.raises(PlanError, match=r"m has no blocks b_2\[[0-9, ]*\]$"):
+    with pytest.raises(PlanError, match=r"m has no blocks b_3\[[0-9, ]*\]$"):
         simulate(by_block_alone(instance), plan)
 
 
@@ -455,3 +455,12 @@ def test_a_digest_is_of_the_canonical_json_whatever_was_digested_before() -> Non
             variant, default=problem_module._fields_of, sort_keys=True, separators=(",", ":")
         )
         assert variant.digest == hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@pytest.mark.sweep("more")
+def test_layers_are_tried_where_the_plan_with_blocks_simulates_slower(make_problem: Any) -> None:
+    """The program of layers predicts no fewer seconds than the program of blocks."""
+    solution = solved(make_problem("shapes", 6 * MIB, 8 * GIB))
+    assert solution is not None
+    granularities = {numbers.name: numbers.granularity for numbers in solution.problem.components}
+    assert granularities["transformer"] == "layers"

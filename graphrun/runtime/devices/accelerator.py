@@ -113,8 +113,10 @@ class Backend:
             )
         set_fraction = self.function("set_per_process_memory_fraction")
         get_fraction = self.function("get_per_process_memory_fraction")
-        fraction = get_fraction(index) if get_fraction is not None else 1.0
-        if not _works(lambda function, index: function(fraction, index), set_fraction, index):
+        # A limit that cannot be read is left alone: the user's own could not be restored.
+        if get_fraction is None or not _works(
+            lambda function, index: function(get_fraction(index), index), set_fraction, index
+        ):
             self._functions_by_name["set_per_process_memory_fraction"] = None
 
     @property
@@ -240,8 +242,8 @@ class AcceleratorDevice(Device):
             )
         if self._set_fraction is None:
             yield (
-                f"{self.torch_device}: this backend has no memory limit: graphrun checks its own "
-                "allocations, and not those of operators"
+                f"{self.torch_device}: this backend has no memory limit that can be read and set: "
+                "graphrun checks its own allocations, and not those of operators"
             )
 
     @functools.cached_property
