@@ -42,7 +42,8 @@ def choose_for(
     """Return `choose` over formulations of ``programs``.
 
     In a session of many runs, the further run is the best by ``goals``, and all runs together are
-    within MOST_GAP of the best.
+    within MOST_GAP of the best. With other goals than GOALS, that is not compared, and the bound
+    is 0.
     """
     answer = _in_turn(programs, factors, goals, depth) if many_runs(programs[0].problem) else None
     return answer or choose(
@@ -95,6 +96,10 @@ def _in_turn(
         first_choice.drops,
         (*first_choice.spills, *further_choice.spills),
     )
+    if excess_bytes(program, choice):
+        return None
+    if goals is not GOALS:  # a refinement, whose bound says nothing
+        return replace(further_answer, program=program, choice=choice, bound=0.0)
     relaxed = (
         Formulation(program.single_run("first"), factors[:length], depth=depth)
         for program in programs
@@ -105,8 +110,6 @@ def _in_turn(
         if (result := formulation.model.minimise(formulation.seconds, whole=False)) is not None
     ]
     bound = min(bounds, default=0.0) + (program.problem.runs - 1) * further_answer.bound
-    if excess_bytes(program, choice) or (
-        goals is GOALS and rows_of(program, choice, factors).seconds() * (1 - MOST_GAP) > bound
-    ):
+    if rows_of(program, choice, factors).seconds() * (1 - MOST_GAP) > bound:
         return None
     return replace(further_answer, program=program, choice=choice, bound=bound)

@@ -16,7 +16,7 @@ from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.program import Choice, Program
 from graphrun.solve.rows import excess_bytes, rows_of
-from graphrun.solve.search import choose
+from graphrun.solve.search import REFINE_GOALS, choose
 from graphrun.solve.sessions import choose_for
 from graphrun.solve.solve import solve
 
@@ -36,6 +36,21 @@ def test_no_program_is_larger_than_that_of_one_run(monkeypatch: pytest.MonkeyPat
     assert max(sizes) <= largest
     assert len(sizes) <= 3 * count
     assert session.simulation.further_moved_bytes < single_run.simulation.moved_bytes
+
+
+def test_a_refinement_solves_each_run_once_and_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = [stage_choice.program for stage_choice in stage_choices(two_phases(7 * K))[0]]
+    count, run = 0, linear._run
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        return run(*arguments)
+
+    monkeypatch.setattr(linear, "_run", counted)
+    answer = choose_for(programs, (), REFINE_GOALS)
+    assert answer is not None
+    assert (len(programs), count) == (1, 2)
 
 
 @pytest.mark.parametrize("seed", sampled(range(60), [3, 17, 21], "many runs"))
