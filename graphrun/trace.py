@@ -98,17 +98,17 @@ class Overrun:
 
 
 def verdict(overruns: Sequence[Overrun], replans: int = 0) -> str:
-    """Return whether a run matched its plan, as text.
+    """Return whether a run stayed within the memory of its plan, as text.
 
     If not, the text has planned and measured bytes of the largest overrun. ``replans``: how often
     the remaining stages were planned again.
     """
     prefix = f"planned again {'once' if replans == 1 else f'{replans} times'}; " if replans else ""
     if not overruns:
-        return f"{prefix}the run matched the plan"
+        return f"{prefix}the run stayed within the planned memory"
     largest = max(overruns, key=lambda overrun: overrun.peak_bytes - overrun.planned_bytes)
     suffix = f", and in {len(overruns) - 1} more" if len(overruns) > 1 else ""
-    return f"{prefix}the run took more than planned: {largest}{suffix}"
+    return f"{prefix}the run took more memory than planned: {largest}{suffix}"
 
 
 def warn_of(overruns: Sequence[Overrun], stacklevel: int = 1) -> None:
@@ -199,7 +199,7 @@ class Trace:
 
     @property
     def overruns(self) -> tuple[Overrun, ...]:
-        """The slots that took more than planned.
+        """The slots that took more memory than planned.
 
         Beyond `PROCESS_TOLERANCE` on unified memory, where their bytes are of the whole process,
         and `DeviceKind.first_run_pages`.
@@ -225,7 +225,7 @@ class Trace:
 
     @property
     def verdict(self) -> str:
-        """Whether the run matched its plan (`verdict`)."""
+        """Whether the run stayed within the planned memory (`verdict`)."""
         return verdict(self.overruns, len(self.notes))
 
     @property

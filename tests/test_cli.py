@@ -135,7 +135,7 @@ def test_run_leaves_picture_plan_and_trace_and_shows_measured_beside_planned(
         "run", TINY, "--device", "sim", "--vram", "6M", "--set", "steps=2", *files
     )
     assert code == 0
-    assert "the run matched the plan; left on the device: 0 B" in output
+    assert "the run stayed within the planned memory; left on the device: 0 B" in output
     assert Image.open(tmp_path / "o/a.png").size == (128, 128)
     trace = json.loads((tmp_path / "o/trace.json").read_text())
     plan = json.loads((tmp_path / "o/plan.json").read_text())

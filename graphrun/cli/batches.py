@@ -51,7 +51,7 @@ def run_batch(graph: Graph, options: PlanOptions, run_options: RunOptions) -> No
     """Run ``graph`` for the requests in the file of ``--inputs``, and show the results.
 
     Without a file there is one request. Exits with 2 if requests were left out, with 4 if a run
-    took more than planned.
+    took more memory than planned.
     """
     file, cache, notify = run_options.inputs, cache_folder(options.no_cache), run_options.notify
     requests = read_requests(file) if file is not None else [Request(1, {}, location="the inputs")]

@@ -98,7 +98,7 @@ def _run_once(
     group: MemoryGroup | None,
 ) -> None:
     """Run ``graph``, or the plan in ``file``, and show and save what was measured. Exits with 4 if
-    the run took more than planned."""
+    the run took more memory than planned."""
     from graphrun.report.screen import measured_screen
     from graphrun.report.summary import summarize
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import tempfile
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -238,14 +237,14 @@ def serve(
     _require_packages()
     from graphrun.serve.server import serve as run
     from graphrun.serve.settings import Settings, refuse_graphs
+    from graphrun.temporary import temporary_folder
 
     if log not in ("text", "json"):
         raise InputError(f"--log {log!r} is not known; use text or json")
     access_settings = access.settings()
     refuse_graphs([load(path, options) for path in graphs])
     limit_settings = limits.settings()
-    with tempfile.TemporaryDirectory(prefix="graphrun-serve-") as name:
-        folder = Path(name)
+    with temporary_folder("graphrun-serve-") as folder:
         cache = cache_folder(options.no_cache) or folder / "cache"
         settings = Settings(
             graphs=tuple(graphs),

@@ -250,7 +250,7 @@ class Attachment:
         """Return the last call as JSON-ready data. Raises InputError before the first call.
 
         ``replans`` lists the calls into components that were planned on arrival. ``verdict`` says
-        whether the run matched the plan.
+        whether the run stayed within the planned memory.
         """
         solution, trace = self._last()
         fits = bool(solution.problem.phases) and not self.replans

@@ -104,7 +104,7 @@ def least_memory(problem: Problem) -> tuple[PhaseMinimum, ...]:
             if use is None:
                 continue
             for part in PARTS:
-                resident, ring_buffer = _resident_and_ring_buffer(
+                resident, ring_buffer = weights_and_ring_buffer(
                     problem, component, use, phase, part
                 )
                 fixed[part], ring_buffers[part] = (
@@ -131,14 +131,14 @@ def least_weights(
         return 0
     part_bytes = []
     for part in PARTS:
-        resident, ring_buffer = _resident_and_ring_buffer(
+        resident, ring_buffer = weights_and_ring_buffer(
             problem, component, use, phase, part, number
         )
         part_bytes.append(resident + ring_buffer + phase.activation_bytes(part))
     return max(part_bytes)
 
 
-def _resident_and_ring_buffer(
+def weights_and_ring_buffer(
     problem: Problem,
     component: ComponentNumbers,
     use: Use,
@@ -147,6 +147,8 @@ def _resident_and_ring_buffer(
     number: int = 0,
 ) -> tuple[int, int]:
     """Return the bytes that ``use`` needs resident in ``part``, and as ring buffer."""
+    if component.variants[number].device != "device":
+        return 0, 0
     sizes, unstreamed = (
         component.variants[number].block_bytes,
         problem.demanded(component.name) & {"keep", "whole"},

@@ -79,7 +79,7 @@ def plan_verdict(solution: Solution, product: str = "a run") -> str:
 
 
 def run_verdict(solution: Solution, trace: Trace) -> str:
-    """Return the measured and planned time and memory of a run, and whether it matched the plan."""
+    """Return the measured and planned time and memory of a run."""
     problem, planned_time = solution.problem, roughly(solution.simulation.seconds)
     if range_text := _range(problem, solution.simulation, reasons=True):
         planned_time += f", {range_text}"

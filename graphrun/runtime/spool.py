@@ -30,7 +30,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from filelock import FileLock
 from torch import nn
@@ -47,6 +46,7 @@ from graphrun.modules.sources import FileSource, Writer
 from graphrun.reading import open_regular, parse_json
 from graphrun.runtime.devices.device import Device
 from graphrun.systems import take_lock
+from graphrun.temporary import LOCK, remove_stale
 from graphrun.units import GIB, PAGE_BYTES, show_size
 
 PREFIX = "graphrun-spool-"
@@ -151,7 +151,7 @@ class Spool:
                 total -= size
 
     def remove_stale(self) -> None:
-        remove_stale(self._root or Path(tempfile.gettempdir()))
+        remove_stale(self._root or Path(tempfile.gettempdir()), PREFIX)
 
     def close(self) -> None:
         """Delete the folder. Does nothing in a forked child."""
@@ -165,7 +165,7 @@ class Spool:
         if self._folder is None:
             self.remove_stale()
             self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=self._root))
-            self._lock = take_lock(self._folder / "lock")
+            self._lock = take_lock(self._folder / LOCK)
         return self._folder
 
     def __del__(self) -> None:
@@ -269,28 +269,6 @@ class _SpooledBlocks:
 def _key(entry: TensorEntry) -> str:
     """Return the key of a tensor in the file. The blank in it makes it differ from block paths."""
     return f"{entry.names[0]} {entry.field}"
-
-
-def remove_stale(root: Path) -> list[Path]:
-    """Remove and return spool folders of processes that no longer run; locked ones stay."""
-    removed_folders = []
-    for folder in sorted(root.glob(f"{PREFIX}*")):
-        with contextlib.suppress(OSError):
-            if (folder / "lock").exists():
-                if (lock := take_lock(folder / "lock")) is None:
-                    continue
-                lock.release()
-            elif _is_running(folder.name):
-                continue
-            shutil.rmtree(folder, ignore_errors=True)
-            removed_folders.append(folder)
-    return removed_folders
-
-
-def _is_running(name: str) -> bool:
-    """Return whether the creator of the folder ``name`` still runs, and may yet lock it."""
-    number = name.removeprefix(PREFIX).partition("-")[0]
-    return number.isdigit() and psutil.pid_exists(int(number))
 
 
 def _tensors_in(file: Path, layouts: Mapping[str, BlockLayout]) -> dict[str, Stored] | None:

@@ -4,10 +4,9 @@ no weights. Plans go to the cache folder, where the worker finds them."""
 from __future__ import annotations
 
 import contextlib
-import math
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -23,11 +22,14 @@ from graphrun.serve.catalog import GraphVariant, Variants
 from graphrun.serve.line import MOST_TOGETHER, Cost
 from graphrun.serve.settings import Settings
 from graphrun.serve.shares import WHOLE
+from graphrun.serve.sizes import Inputs, Sizes, changed, shown
+from graphrun.solve.bounds import surely_short
 from graphrun.store import import_code
 from graphrun.units import show_seconds
 
 if TYPE_CHECKING:
     from graphrun.cluster.machines import Cluster
+    from graphrun.solve.infeasible import Infeasible
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,12 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
 
     ``plan`` (key, variant, inputs, share) is answered with ``planned`` (key, shape) or ``unfit``
     (key, status, ...); ``plan_batch`` (the same fields) with ``batch_plan`` (key, parts). While no
-    message waits, the code of the last graph is imported: a stored plan needs none, the first new
-    size does.
+    message waits, the planner prepares for new sizes of the last graph: it imports code, which a
+    stored plan does not need, and finds a size that does not fit.
     """
     variants, server_settings = Variants(), settings
-    fitting_sizes = defaultdict[Any, list[Mapping[str, Any]]](list)
-    imported = set[str]()
+    known_sizes = defaultdict[Any, Sizes](Sizes)
+    prepared = set[Any]()
     while (message := connection.recv())[0] != "stop":
         kind, request = message
         variant, key = request["variant"], request["key"]
@@ -70,12 +72,12 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
                 traceback.print_exc()
             connection.send(("batch_plan", {"key": key, "parts": parts}))
             continue
-        sizes = fitting_sizes[variant.weights]
+        sizes = known_sizes[variant.weights]
         try:
             _refuse_unfit_loras(graph, variant)
-            shape = _plan_shape(graph, request, settings)
+            shape = _plan_shape(graph, request, settings, sizes)
             if request["share"] == WHOLE:
-                sizes.append(request["inputs"])
+                sizes.feasible.append((request["inputs"], shape.cost.first_seconds))
             connection.send(("planned", {"key": key, "shape": shape}))
         except GraphrunError as error:
             refusal = _refusal(graph, request, settings, error, sizes)
@@ -95,10 +97,11 @@ def plan_forever(connection: Connection, settings: Settings) -> None:
                     },
                 )
             )
-        if graph.name not in imported and not connection.poll():
-            imported.add(graph.name)
+        if variant.weights not in prepared and not connection.poll():
+            prepared.add(variant.weights)
             with contextlib.suppress(Exception):  # a dry run reports it
                 import_code(graph)
+                _find_unfit(graph, request["inputs"], settings, sizes, connection.poll)
 
 
 def _refuse_unfit_loras(graph: Graph, variant: GraphVariant) -> None:
@@ -132,17 +135,31 @@ def _estimate(graph: Any, inputs: Any, settings: Settings, **overrides: Any) -> 
     return api.estimate(graph, inputs=inputs, **arguments)
 
 
-def _plan_shape(graph: Any, request: dict[str, Any], settings: Settings) -> PlannedShape:
+def _plan_shape(
+    graph: Any, request: dict[str, Any], settings: Settings, sizes: Sizes
+) -> PlannedShape:
+    """Return the plan's summary.
+
+    Raises Infeasible: without a dry run if ``sizes`` has the reason, without a solve if lower
+    bounds show that nothing fits.
+    """
     from graphrun.report.verdicts import plan_verdict, product_name
 
     if settings.cluster is not None:
         return _plan_on_cluster(graph, request, settings, settings.cluster)
-    problem = _estimate(graph, request["inputs"], settings)
-    if problem.secondaries and request["share"] != WHOLE:
+    inputs, is_whole = request["inputs"], request["share"] == WHOLE
+    if is_whole and (unfit := sizes.refusal(inputs)) is not None:
+        raise unfit[1]
+    problem = _estimate(graph, inputs, settings)
+    if problem.secondaries and not is_whole:
         raise InputError("a graph has all devices at once: shares are for one device")
-    budgets = {} if request["share"] == WHOLE else share_of(problem, request["share"])
+    budgets = {} if is_whole else share_of(problem, request["share"])
     if budgets:
-        problem = _estimate(graph, request["inputs"], settings, **budgets)
+        problem = _estimate(graph, inputs, settings, **budgets)
+    if needs := surely_short(problem):
+        from graphrun.solve.infeasible import short_of  # imports highspy
+
+        raise short_of(problem, needs)
     solution = api.plan(problem, cache=settings.cache)
     problem, simulation = solution.problem, solution.simulation
     cost = Cost(
@@ -268,14 +285,14 @@ def _refusal(
     request: dict[str, Any],
     settings: Settings,
     error: GraphrunError,
-    fitting_sizes: Sequence[Mapping[str, Any]],
+    sizes: Sizes,
 ) -> dict[str, Any]:
     """Return why there is no plan, and inputs for which there is one.
 
-    These are the largest of ``fitting_sizes``, inputs of plans within the whole budgets. Without
-    any, inputs are searched, which takes a dry run for each trial.
+    These are the largest of ``sizes``. If none fit, inputs are searched, once, which takes a dry
+    run for each trial.
     """
-    from graphrun.report.whatif_screens import infeasible_json
+    from graphrun.report.whatif_screens import infeasible_json, suggestions_json
     from graphrun.solve.infeasible import Infeasible
     from graphrun.solve.suggestions import best_first, setting_suggestions
 
@@ -283,47 +300,61 @@ def _refusal(
     # a graph that does not fit its share runs with the whole budgets
     if not isinstance(error, Infeasible) or request["share"] != WHOLE:
         return {"status": 422, "code": code, "message": str(error), "details": {}}
-    inputs = request["inputs"]
-    if not fitting_sizes:
+    inputs, suggestions = request["inputs"], error.suggestions
+    if error.needs and sizes.refusal(inputs) is None:
+        sizes.infeasible.append((inputs, error))
+    if sizes.largest is None and not sizes.searched:
+        sizes.searched = True
 
         def estimate(inputs: Any, allow: tuple[str, ...]) -> Any:
             return _estimate(graph, inputs, settings, allow=allow)
 
         permissions = tuple(settings.budgets.get("allow", ()))
-        suggestions = best_first(setting_suggestions(graph, inputs, permissions, estimate))
-        error.suggestions = best_first((*error.suggestions, *suggestions))
-        fitting_sizes = [
-            {**inputs, **dict(value.split("=", 1) for _, value in suggestion.change)}
-            for suggestion in suggestions
-            if all(option == "--set" for option, _ in suggestion.change)
-        ][:1]
+        trials = setting_suggestions(graph, inputs, permissions, estimate)
+        suggestions = best_first((*suggestions, *trials))
+        for trial in trials:
+            if all(option == "--set" for option, _ in trial.change):
+                pairs = (text.split("=", 1) for _, text in trial.change)
+                smaller = {**inputs, **{name: int(value) for name, value in pairs}}
+                sizes.feasible.append((smaller, trial.seconds))
+    elif (smaller_size := sizes.suggestion(inputs)) is not None:
+        suggestions = best_first((*suggestions, smaller_size))
+    details = {**infeasible_json(error), "suggestions": suggestions_json(suggestions)}
+    message = f"{graph.name}: {_verdict(error, inputs, sizes)}"
+    return {"status": 422, "code": code, "message": message, "details": details}
+
+
+def _find_unfit(
+    graph: Graph,
+    inputs: Inputs,
+    settings: Settings,
+    sizes: Sizes,
+    interrupted: Callable[[], bool],
+) -> None:
+    """Double height and width of ``inputs`` until lower bounds show that nothing fits.
+
+    Requests of that size or more then take no dry run. At most the pixels of a request are tried.
+    """
+    from graphrun.solve.infeasible import short_of
+
+    while settings.cluster is None and not sizes.infeasible and not interrupted():
+        inputs = {**inputs, **{name: 2 * int(inputs[name]) for name in ("height", "width")}}
+        if inputs["height"] * inputs["width"] > settings.bounds.pixels:
+            break
+        problem = _estimate(graph, inputs, settings)
+        if needs := surely_short(problem):
+            sizes.infeasible.append((inputs, short_of(problem, needs)))
+
+
+def _verdict(error: Infeasible, inputs: Inputs, sizes: Sizes) -> str:
+    """Return the first sentence of ``error``, after inputs that fit."""
     verdict = str(error).partition(". Do one of: ")[0]
-    fitting_inputs = max(fitting_sizes, key=_pixels, default=inputs)
-    names = [name for name in inputs if str(fitting_inputs[name]) != str(inputs[name])]
-    if names:
-        verdict = (
-            f"{_shown(fitting_inputs, names)} would fit; for {_shown(inputs, names)} {verdict}"
-        )
-    return {
-        "status": 422,
-        "code": code,
-        "message": f"{graph.name}: {verdict}",
-        "details": infeasible_json(error),
-    }
-
-
-def _pixels(inputs: Mapping[str, Any]) -> float:
-    """Return the product of the numbers in ``inputs`` that make an output larger."""
-    from graphrun.solve.suggestions import INPUT_SIZES
-
-    return math.prod(float(inputs[name]) for name in (*INPUT_SIZES, "batch") if name in inputs)
-
-
-def _shown(inputs: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the inputs ``names`` as requests name them, such as ``size=512x512``."""
-    has_size = {"height", "width"} & {*names} and {"height", "width"} <= {*inputs}
-    parts = [f"size={inputs['width']}x{inputs['height']}"] if has_size else []
-    parts += [
-        f"{name}={inputs[name]}" for name in names if not (has_size and name in ("height", "width"))
-    ]
-    return ", ".join(parts)
+    unfit_inputs, _ = sizes.refusal(inputs) or (inputs, error)
+    if smaller_names := changed(unfit_inputs, inputs):
+        reason = verdict.removeprefix("nothing fits: ")
+        verdict = f"nothing fits: even with {shown(unfit_inputs, smaller_names)}, {reason}"
+    names = changed(sizes.largest[0], inputs) if sizes.largest is not None else []
+    if sizes.largest is not None and names:
+        size = shown(sizes.largest[0], names)
+        return f"{size} would fit; for {shown(inputs, names)} {verdict}"
+    return verdict

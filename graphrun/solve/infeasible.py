@@ -96,8 +96,8 @@ class Infeasible(GraphrunError):
 
     def _message(self) -> str:
         lines = [
-            f"{need.phase} {need.part} needs {typed_size(need.total_bytes)}, and the budget leaves "
-            f"{typed_size(need.available_bytes, round_down=True)} for tensors"
+            f"{need.phase} {need.part} needs at least {typed_size(need.total_bytes)}, and the "
+            f"budget leaves {typed_size(need.available_bytes, round_down=True)} for tensors"
             for need in self.needs
         ]
         if self.effective_bytes < 0:
@@ -154,6 +154,15 @@ def shortage(problem: Problem) -> Infeasible:
     tier = _device_tier(problem, sufficient_bytes)
     tiers = (tier,) if needs else (tier, *_host_tiers(problem))
     return Infeasible(problem, needs, tiers, ())
+
+
+def short_of(problem: Problem, needs: tuple[PhaseMinimum, ...]) -> Infeasible:
+    """Explain why ``problem`` has no plan by ``needs``, the `surely_short` phases.
+
+    It takes no solve: without suggestions, and with a lower bound of the minimum budget.
+    """
+    bound_bytes = problem.budget_for(max(need.total_bytes for need in needs))
+    return Infeasible(problem, needs, (_device_tier(problem, bound_bytes),), ())
 
 
 def _split_with_needs(problem: Problem) -> tuple[Problem, tuple[PhaseMinimum, ...]]:

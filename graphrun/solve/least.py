@@ -13,6 +13,7 @@ from typing import Literal
 
 from graphrun.model.least_memory import PhaseMinimum, least_memory, needed_components
 from graphrun.model.problem import ALLOCATION_BYTES, Problem
+from graphrun.solve.bounds import surely_short
 from graphrun.solve.dominance import only_blocks_to_choose, restrict_variants
 from graphrun.solve.granularity import finer, granularities, smaller_as_layers, split_into_layers
 from graphrun.solve.milp import Formulation
@@ -268,7 +269,7 @@ def _least_usage(
 
 def surely_infeasible(problem: Problem) -> bool:
     """Whether a closed form shows that no plan exists. False proves nothing."""
-    if not has_usable_variants(problem):
+    if not has_usable_variants(problem) or surely_short(problem):
         return True
     if not only_blocks_to_choose(problem):
         return False

@@ -26,6 +26,7 @@ from graphrun.model.choices import stages_of
 from graphrun.model.least_memory import PhaseMinimum, used_components
 from graphrun.model.problem import PhaseNumbers, Problem, ValueNumbers
 from graphrun.model.solution import Solution
+from graphrun.solve.bounds import surely_short
 from graphrun.solve.least import ever_finer, has_usable_variants
 from graphrun.solve.linear import ROUGH_GAP, SearchBudget, SearchEnded
 from graphrun.solve.milp import Formulation
@@ -71,7 +72,9 @@ def predicted_seconds(problem: Problem, goals: Sequence[Goal] = SECONDS) -> floa
 
     ``goals``: with ROUGH_SECONDS, at most ROUGH_GAP above the least.
     """
-    for split in ever_finer(problem) if has_usable_variants(problem) else ():
+    if not has_usable_variants(problem) or surely_short(problem):
+        return None
+    for split in ever_finer(problem):
         answer = choose(
             [Formulation(stage_choice.program) for stage_choice in stage_choices(split)[0]], goals
         )

@@ -135,8 +135,8 @@ def test_an_entry_that_the_dry_run_lacked_is_planned_when_it_comes(sd: Attached)
     assert sd.device.allocated_bytes == sd.attachment.held_bytes
     report = sd.attachment.report()
     assert "planned again at vae.decode" in report
-    assert report.endswith("\nthe run matched the plan; left on the device: 0 B")
-    assert sd.attachment.summary()["verdict"] == "the run matched the plan"
+    assert report.endswith("\nthe run stayed within the planned memory; left on the device: 0 B")
+    assert sd.attachment.summary()["verdict"] == "the run stayed within the planned memory"
 
 
 def test_a_call_that_takes_more_than_planned_warns_and_the_report_says_it(
@@ -151,10 +151,12 @@ def test_a_call_that_takes_more_than_planned_warns_and_the_report_says_it(
 
     monkeypatch.setattr(Attachment, "problem", lowered)
     for _ in range(2):  # a first call, and one that finds weights on the device
-        with pytest.warns(RuntimeWarning, match="the run took more than planned: .* instead of"):
+        with pytest.warns(
+            RuntimeWarning, match="the run took more memory than planned: .* instead of"
+        ):
             sd.seeded()
-    assert "the run took more than planned: " in sd.attachment.report()
-    assert "the run took more than planned: " in sd.attachment.summary()["verdict"]
+    assert "the run took more memory than planned: " in sd.attachment.report()
+    assert "the run took more memory than planned: " in sd.attachment.summary()["verdict"]
     assert not sd.attachment.summary()["measured"]["kept_plan"]
 
 
@@ -206,7 +208,7 @@ def test_a_small_budget_streams_and_a_smaller_one_is_refused_with_the_minimum() 
         assert streamed
         assert attachment.summary()["measured"]["kept_plan"]
         assert pipe.graphrun is attachment
-        assert "the run matched the plan" in attachment.report()
+        assert "the run stayed within the planned memory" in attachment.report()
         lines = attachment.report().splitlines()
         assert len(lines) < 24
         assert max(map(len, lines)) <= 80

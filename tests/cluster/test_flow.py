@@ -153,7 +153,7 @@ def test_a_batch_has_what_took_more_than_planned_on_a_device(
     monkeypatch.setattr(graphrun, "estimate", lowered)
     low = placed(flux, 3, cached_dry_runs)
     batch = ran_by(flux, low, crew(low), REQUESTS[:1])
-    assert batch.verdict.startswith("the run took more than planned: ")
+    assert batch.verdict.startswith("the run took more memory than planned: ")
     slots = {overrun.slot for overrun in batch.overruns}
     assert {slot.partition("/")[0] for slot in slots} == {"encode", "denoise", "decode"}
 

@@ -187,7 +187,7 @@ def test_the_trained_pipeline_draws_from_the_wheel(shell: Shell, tmp_path: Path)
         'graphrun run shapes --prompt "a red circle left of a blue square on white" '
         "--device sim --vram 4M -o picture.png"
     )
-    assert "the run matched the plan" in process.stdout, process.stderr
+    assert "the run stayed within the planned memory" in process.stdout, process.stderr
     assert (tmp_path / "empty" / "picture.png").is_file()
 
 

@@ -321,7 +321,7 @@ def test_a_run_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert "org/shapes at bbbbbbbb: " in process.stderr
-    assert "the run matched the plan" in process.stdout
+    assert "the run stayed within the planned memory" in process.stdout
     default_process = subprocess.run(
         [*command[:5], *command[7:], "-o", "own.png"], cwd=tmp_path, capture_output=True, text=True
     )

@@ -25,7 +25,8 @@ from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow, stages_for
 from graphrun.runtime.host import Host
 from graphrun.runtime.recovery import execute
-from graphrun.runtime.spool import PREFIX, Spool, remove_stale
+from graphrun.runtime.spool import PREFIX, Spool
+from graphrun.temporary import remove_stale
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import solution_of
 
@@ -123,11 +124,11 @@ def test_killed_at_ten_other_moments(case: OnDisk, tmp_path: Path, seed: int) ->
 def test_a_folder_that_a_process_still_uses_stays(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     folder = spool._create_folder()
-    assert remove_stale(tmp_path) == []
+    assert remove_stale(tmp_path, PREFIX) == []
     assert folder.is_dir()
     stale = tmp_path / f"{PREFIX}{2**22 + 1}-gone"
     stale.mkdir()
-    assert remove_stale(tmp_path) == [stale]
+    assert remove_stale(tmp_path, PREFIX) == [stale]
     spool.close()
     assert not list(tmp_path.iterdir())
 
@@ -152,7 +153,7 @@ def test_a_disk_that_refuses_is_an_error_that_says_how_much_and_leaves_nothing(
     assert exit_code(work) == 7
     names = [path.name for path in tmp_path.glob("**/*.safetensors")]
     assert names == ["text_encoder.safetensors"], "what did not fit whole is not there"
-    assert len(remove_stale(tmp_path)) == 1
+    assert len(remove_stale(tmp_path, PREFIX)) == 1
     assert not list(tmp_path.iterdir())
 
 

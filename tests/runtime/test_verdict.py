@@ -36,7 +36,7 @@ SMALL = {"height": 32, "width": 32, "steps": 2, "max_sequence_length": 16}
 BUDGET = {"vram": "64M", "ram": "8G", "hardware": "sim"}
 SLOT = "decode/0:vae first"
 NUMBERS = rf"[0-9.]+ [KM]iB instead of [0-9.]+ [KM]iB in {SLOT}"
-WARNING = rf"the run took more than planned: {NUMBERS}; plan again .* reserve=$"
+WARNING = rf"the run took more memory than planned: {NUMBERS}; plan again .* reserve=$"
 
 
 def lowered(problem: Problem, stage: str = "decode", name: str = "first_bytes") -> Problem:
@@ -74,7 +74,7 @@ def test_a_run_matches_its_plan_in_every_slot(graph: Any, problem: Problem) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         trace = package.run(solution, graph, SMALL)
-    assert (trace.overruns, trace.verdict) == ((), "the run matched the plan")
+    assert (trace.overruns, trace.verdict) == ((), "the run stayed within the planned memory")
     assert [slot.planned_peaks for slot in trace.slots] == [
         (slot.peak_bytes,) for slot in solution.simulation.slots
     ]
@@ -88,7 +88,9 @@ def test_lowered_bytes_are_an_overrun_with_both_numbers(
     graph: Any, problem: Problem, stage: str, name: str, slot: str
 ) -> None:
     low = package.plan(lowered(problem, stage, name))
-    with pytest.warns(RuntimeWarning, match="the run took more than planned") as warnings_info:
+    with pytest.warns(
+        RuntimeWarning, match="the run took more memory than planned"
+    ) as warnings_info:
         trace = package.run(low, graph, SMALL)
     assert [warning.filename for warning in warnings_info] == [__file__]
     planned_bytes = {
@@ -103,8 +105,8 @@ def test_lowered_bytes_are_an_overrun_with_both_numbers(
 def test_the_largest_overrun_is_named_and_equal_sizes_are_shown_in_bytes() -> None:
     rows = [Overrun("a first", 0, 10, 11), Overrun("a steady", 1, 2**30, 2**30 + 9)]
     largest = "1,073,741,833 B instead of 1,073,741,824 B in a steady on device1, and in 1 more"
-    assert verdict(rows) == f"the run took more than planned: {largest}"
-    assert verdict((), 2) == "planned again 2 times; the run matched the plan"
+    assert verdict(rows) == f"the run took more memory than planned: {largest}"
+    assert verdict((), 2) == "planned again 2 times; the run stayed within the planned memory"
 
 
 def test_runs_of_a_session_warn(graph: Any, low_estimates: None, cached_dry_runs: Path) -> None:
@@ -145,13 +147,13 @@ def test_a_run_planned_again_within_its_budget_is_compared_with_its_plans(
             devices_opened[0].machine.capacity_bytes = 5 * 2**20
 
     monkeypatch.setattr(devices, "open_device", shrinking)
-    with pytest.warns(RuntimeWarning, match="the run took more than planned: .* in encode/"):
+    with pytest.warns(RuntimeWarning, match="the run took more memory than planned: .* in encode/"):
         trace = package.run(low, graph, SMALL, progress=progress)
     assert trace.notes
     assert trace.peak_bytes < low.problem.effective_bytes
     assert {overrun.slot.partition("/")[0] for overrun in trace.overruns} == {"encode"}
     assert re.match(
-        r"planned again once; the run took more than planned: .* in encode/", trace.verdict
+        r"planned again once; the run took more memory than planned: .* in encode/", trace.verdict
     )
 
 
@@ -165,13 +167,15 @@ def test_the_command_says_it_on_the_screen_and_in_json(
     code, output, _ = graphrun("run", str(path), "-o", "a.png", "--reuse", "none")
     assert (code, (tmp_path / "a.png").exists()) == (4, True)
     assert re.search(
-        rf"^the run took more than planned: {NUMBERS}; left on the device: 0 B$", output, re.M
+        rf"^the run took more memory than planned: {NUMBERS}; left on the device: 0 B$",
+        output,
+        re.M,
     )
     assert " on sim (more than planned) " in " ".join(output.split())
     code, output, _ = graphrun("run", str(path), "-o", "b.png", "--json", "--reuse", "none")
     figures = json.loads(output)["measured"]
     assert (code, figures["kept_plan"]) == (4, False)
-    assert re.fullmatch(rf"the run took more than planned: {NUMBERS}", figures["verdict"])
+    assert re.fullmatch(rf"the run took more memory than planned: {NUMBERS}", figures["verdict"])
     assert [row["slot"] for row in figures["overruns"]] == [SLOT]
 
 
@@ -184,13 +188,13 @@ def test_the_command_for_a_list_says_it(graphrun: Cli, low_estimates: None, tmp_
     run = ("run", str(GRAPH), "--inputs", "p.jsonl", *budgets, "--reuse", "none", *settings)
     code, output, _ = graphrun(*run, "-o", "{line}.png")
     assert code == 4
-    assert re.search(rf"^the run took more than planned: {NUMBERS}$", output, re.M)
+    assert re.search(rf"^the run took more memory than planned: {NUMBERS}$", output, re.M)
     code, output, _ = graphrun(*run, "-o", "{line}.png", "--overwrite", "--json")
     figures = json.loads(output)["measured"]
     assert (code, [row["slot"] for row in figures["overruns"]]) == (4, [SLOT])
 
 
-@pytest.mark.filterwarnings("ignore:the run took more than planned")
+@pytest.mark.filterwarnings("ignore:the run took more memory than planned")
 def test_a_server_answers_with_it(graph: Any, problem: Problem, solution: Solution) -> None:
     shape = RequestShape("flux-tiny", ())
     request = PictureRequest(
@@ -202,7 +206,7 @@ def test_a_server_answers_with_it(graph: Any, problem: Problem, solution: Soluti
         figures.add(package.run(run, graph, SMALL), run, False, 0)
         job.results.append(asdict(figures) | {"overruns": figures.overruns})
     answer = result(job, Pictures(), "")["graphrun"]
-    assert re.fullmatch(rf"the run took more than planned: {NUMBERS}", answer["verdict"])
+    assert re.fullmatch(rf"the run took more memory than planned: {NUMBERS}", answer["verdict"])
 
 
 def test_a_slot_on_a_card_may_have_two_small_pages_more_below_the_plans_peak() -> None:
@@ -230,11 +234,11 @@ def test_a_process_matches_its_plan_up_to_three_percent(process_mib: int, excess
         )
         return Trace("", "", tuple(slots), (), 0, 0, process_bytes=process_mib * MIB)
 
-    assert trace_with(excess_mib * MIB).verdict == "the run matched the plan"
+    assert trace_with(excess_mib * MIB).verdict == "the run stayed within the planned memory"
     trace = trace_with((excess_mib + 1) * MIB)
     assert len(trace.overruns) == 2
     peak_mib = process_mib + 100
     numbers = f"{peak_mib + excess_mib + 1}.00 MiB instead of {peak_mib}.00 MiB in a/0:x"
-    assert trace.verdict == f"the run took more than planned: {numbers}, and in 1 more"
+    assert trace.verdict == f"the run took more memory than planned: {numbers}, and in 1 more"
     restored_trace = trace_from_json(trace.to_json())
     assert restored_trace.process_bytes == trace.process_bytes

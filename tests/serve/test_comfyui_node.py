@@ -60,7 +60,7 @@ def test_pictures_progress_and_previews(server: Any, comfy_ui: comfy_standin.Com
     assert images.shape == (2, 48, 32, 3)
     assert np.array_equal(images.numpy(), np.stack(expected))
     lines = figures.splitlines()
-    assert lines[0] == "the run matched the plan"
+    assert lines[0] == "the run stayed within the planned memory"
     assert [line.partition(":")[0] for line in lines[1:]] == [
         "encode",
         "denoise",

@@ -23,6 +23,8 @@ from graphrun.serve import planner
 from graphrun.serve.bodies import body_model
 from graphrun.serve.catalog import Catalog, GraphVariant
 from graphrun.serve.errors import Refused
+from graphrun.serve.line import Cost
+from graphrun.serve.planner import PlannedShape
 from graphrun.serve.settings import Bounds, Settings
 from graphrun.serve.state import JobStore
 from graphrun.serve.worker import RequestWorker, SessionBudget
@@ -211,7 +213,8 @@ def test_a_planner_without_a_message_imports_what_a_new_size_needs(
         "import_code",
         lambda graph: imports.append((graph.name, len(connection.answers))),
     )
-    monkeypatch.setattr(planner, "_plan_shape", lambda *_: None)
+    shape = PlannedShape(Cost(1.0, 1.0), 1, "fits", {})
+    monkeypatch.setattr(planner, "_plan_shape", lambda *_: shape)
     planner.plan_forever(connection, settings)
     assert imports == [("flux-tiny", 3)]
 

@@ -117,7 +117,7 @@ def test_a_prompt_becomes_pictures_beside_their_figures(server: Any, evaluate: E
     )
     send(evaluate, prompt="<b>a</b> lighthouse", key="a key for tests", seed=5, steps=8, n=2)
     until(f"{STATE}.startsWith('done')")
-    assert evaluate(STATE) == "done; the run matched the plan"
+    assert evaluate(STATE) == "done; the run stayed within the planned memory"
     assert [text for text in evaluate("seen") if re.fullmatch(r"denoise: step \d of 8", text)]
     assert evaluate(GALLERY) == [
         [32, "<b>a</b> lighthouse", f"<b>a</b> lighthouse (seed {seed}) Download", True]

@@ -116,7 +116,7 @@ def test_an_answer_says_what_was_planned_and_measured(server: Any, client: opena
     for stage in figures["stages"]:
         assert stage["measured_seconds"] == pytest.approx(stage["planned_seconds"], rel=0.05)
     assert figures["peak_bytes"]["measured"] <= figures["peak_bytes"]["planned"] <= 6 * 2**20
-    assert figures["verdict"] == "the run matched the plan"
+    assert figures["verdict"] == "the run stayed within the planned memory"
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'graphrun_overruns_total{graph="flux-tiny"} 0.0' in metrics
 

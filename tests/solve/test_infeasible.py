@@ -41,7 +41,7 @@ def test_each_phase_that_does_not_fit_is_named_with_its_terms() -> None:
     )
     assert need.total_bytes == 1698 * MIB
     assert need.available_bytes == 2 * GIB - 650 * MIB
-    assert "decode/0:vae first needs 1.66G, and the budget leaves " in str(error)
+    assert "decode/0:vae first needs at least 1.66G, and the budget leaves " in str(error)
     assert error.smallest_budget_bytes == 650 * MIB + 1698 * MIB
 
 

@@ -15,7 +15,9 @@ from campaign import sampled
 from planner_oracle import Oracle
 from planner_random import random_problem
 
+from graphrun.solve.bounds import surely_short
 from graphrun.solve.infeasible import Infeasible
+from graphrun.solve.least import smallest_tensor_budget
 from graphrun.solve.milp import Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.search import choose
@@ -39,6 +41,7 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
         choices, is_complete = stage_choices(problem, dominated=True)
         answer = choose([Formulation(reordered.program) for reordered in choices])
         assert (answer is None) == (best is None), f"{seed}: feasible is {best is not None}"
+        assert best is None or not surely_short(problem), f"{seed}: a lower bound is none"
         if answer is None or best is None:
             continue
         assert is_complete, seed
@@ -66,6 +69,17 @@ def test_solve_reports_the_same_optimum(seeds: range) -> None:
             assert solution.bound_seconds == pytest.approx(best[0], rel=1e-5, abs=1e-4), seed
         assert solution.objective_seconds >= best[0] - 1e-6, seed
         assert check(problem, solution.plan) == (), seed
+
+
+def test_lower_bounds_of_memory_are_at_most_the_minimum() -> None:
+    """Some of them show without a solve that nothing fits; by brute force, a third has no plan."""
+    short = 0
+    for seed in range(0, SEEDS, 40):
+        problem = random_problem(seed)
+        short += bool(surely_short(problem))
+        if smallest := smallest_tensor_budget(problem):
+            assert not surely_short(problem.with_budget(smallest)), seed
+    assert short >= 2
 
 
 @pytest.mark.sweep("more")
