@@ -121,7 +121,9 @@ def problem_for(
             for stage, name in option_phases
         ]
         run = _dry_run(graph, inputs, store, traced)
-        problem = problem_of(graph, run, hardware, limits, inputs, with_options, finds_pairs=True)
+        problem = problem_of(
+            graph, run, hardware, limits, inputs, with_options, copyable=graph.components
+        )
         if store is not None:
             if key:
                 store.put_json("problem", key, problem.to_json())

@@ -395,7 +395,10 @@ class Attachment:
         key, planned_call, is_new = self._lay_out_plan(call)
         reserve_bytes = key.reserve_bytes
         solution = self._continue_from_device(planned_call.solution)
-        component_names = {numbers.name for numbers in solution.problem.components}
+        component_names = {
+            numbers.name
+            for numbers in (*solution.problem.components, *solution.chosen.components)
+        }
         planning = CallPlanning(
             own_class(self.pipe).__name__,
             device,
@@ -419,6 +422,7 @@ class Attachment:
             finally:
                 torch.set_autocast_cache_enabled(was_enabled)
                 leftovers.clear()
+                host.refresh_copies()
 
         def output_bytes(outputs: Mapping[str, Any]) -> int:
             return device_bytes(outputs, device, excluded=(call.args, call.kwargs))
@@ -494,7 +498,7 @@ class Attachment:
         loaded_blocks = self._host.loaded()
         component_blocks = {
             numbers.name: loaded_blocks[numbers.name]
-            for numbers in solution.problem.components
+            for numbers in solution.chosen.components
             if numbers.name in loaded_blocks
         }
         key = solution.problem.digest, tuple(component_blocks.items())
@@ -554,6 +558,8 @@ class Attachment:
         """Return whether the pipeline changed since the last call; if so, drop all its plans.
         Examples: VAE tiling, a LoRA, another scheduler."""
         state = state_of(self.pipe, owned_modules)
+        if self._limits.secondaries:
+            state.append(self._host.copyable())
         settings = settings_of(self.pipe, owned_modules)
         has_changed = (state, settings) != (self._state, self._settings)
         if self._host.find_mapped():
@@ -689,6 +695,12 @@ class Attachment:
             limits,
             stored_profiles or None,
             self._host.mapped_tensors,
+            # another variant of a component is of the same module
+            [
+                name
+                for name in self._host.copyable()
+                if not any(name == variants[other].component != other for other in component_names)
+            ],
         )
 
     def solve(self, problem: Problem) -> Solution:

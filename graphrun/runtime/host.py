@@ -323,12 +323,16 @@ class Host:
             self.copies[numbers.name] = (
                 draft_module() if draft_module is not None else _on_meta(original.module)
             )
-            for name in ("memos", "moved_tables", "held_attributes"):
-                self.__dict__.pop(name, None)
+            self._forget_memos()
         self.residencies[numbers.name] = Residency(
             self.copies[numbers.name], numbers, self._device, original=original
         )
         self._variants[numbers.name] = numbers.variants[0]
+
+    def _forget_memos(self) -> None:
+        """Search the modules again for what they cache."""
+        for name in ("memos", "moved_tables", "held_attributes"):
+            self.__dict__.pop(name, None)
 
     def _add(
         self,
