@@ -233,11 +233,13 @@ def fitting_for(
     """Return the plan of `solution_for`, or None; ``step``: called with a budget to solve."""
     if (cached_plan := _stored_plan(problem, store)) is not None:
         return cached_plan
+    from graphrun.solve.copying import fastest_with_copies
     from graphrun.solve.pages import solved
 
     if step is not None:
         step(show_size(problem.budget_bytes))
     if (solution := solved(problem)) is not None:
+        solution = fastest_with_copies(problem, solution)
         keep_plan(problem, solution, store)
     return solution
 

@@ -393,12 +393,8 @@ class Attachment:
         owned_modules = attributes_of(self._modules)
         host.begin(has_changed=self._detect_changes(owned_modules))
         key, planned_call, is_new = self._lay_out_plan(call)
-        reserve_bytes = key.reserve_bytes
         solution = self._continue_from_device(planned_call.solution)
-        component_names = {
-            numbers.name
-            for numbers in (*solution.problem.components, *solution.chosen.components)
-        }
+        component_names = {numbers.name for numbers in solution.chosen.components}
         planning = CallPlanning(
             own_class(self.pipe).__name__,
             device,
@@ -410,7 +406,7 @@ class Attachment:
             self.make_room,
             self.say,
         )
-        replan = CallReplan(planning, planned_call.call_signatures, reserve_bytes)
+        replan = CallReplan(planning, planned_call.call_signatures, key.reserve_bytes)
         leftovers = Leftovers(self.pipe, self._modules, owned_modules, device)
 
         def work() -> dict[str, Any]:
@@ -449,7 +445,7 @@ class Attachment:
             # solve the next call of this kind in advance
             self._continue_from_device(planned_call.solution)
         self.solution, self.replans = solution, tuple(replan.component_calls)
-        unplanned_bytes = idle_weight_bytes + (0 if device.unified else reserve_bytes)
+        unplanned_bytes = idle_weight_bytes + (0 if device.unified else key.reserve_bytes)
         self.trace = without_caller_bytes(trace, unplanned_bytes, output_bytes(trace.outputs))
         if replan.component_calls and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
@@ -534,9 +530,7 @@ class Attachment:
         modules = merge_shared(
             components_of(self.pipe, self._named_components), self._modules.values()
         )
-        if {name: id(module) for name, module in modules.items()} == {
-            name: id(module) for name, module in self._modules.items()
-        }:
+        if modules == self._modules:  # modules compare by identity
             return
         # names must be unique across old and new modules
         previous = {f"previous {name}": module for name, module in self._modules.items()}
@@ -695,12 +689,7 @@ class Attachment:
             limits,
             stored_profiles or None,
             self._host.mapped_tensors,
-            # another variant of a component is of the same module
-            [
-                name
-                for name in self._host.copyable()
-                if not any(name == variants[other].component != other for other in component_names)
-            ],
+            self._host.copyable(map(variants.__getitem__, component_names)),
         )
 
     def solve(self, problem: Problem) -> Solution:

@@ -171,9 +171,19 @@ class LiveHost(Host):
                 residency.release()
                 residency.note_contents()
 
-    def copyable(self) -> list[str]:
-        """Return the components of which a plan may have copies on secondary devices."""
-        return [name for name, module in self.modules.items() if can_be_replicated(module)]
+    def copyable(self, used_variants: Iterable[DtypeVariant] = ()) -> list[str]:
+        """Return the components of which a plan may have copies on secondary devices.
+
+        None that a call with ``used_variants`` casts: the variants of a component are one module.
+        """
+        cast_names = {
+            variant.component for variant in used_variants if variant.name != variant.component
+        }
+        return [
+            name
+            for name, module in self.modules.items()
+            if name not in cast_names and can_be_replicated(module)
+        ]
 
     def _add_copy(self, numbers: ComponentNumbers) -> None:
         """Add the copy ``numbers`` of a component, or prepare the one from an earlier run."""
