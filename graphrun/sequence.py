@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from graphrun import api
 from graphrun.disk_store import Store
-from graphrun.errors import StageError
 from graphrun.model.problem import Secondary
 from graphrun.model.sequence import DividedRun
-from graphrun.store import dry_run, fitting_for
+from graphrun.store import dry_run_or_refusal, fitting_for
 from graphrun.units import MIB
 
 if TYPE_CHECKING:
@@ -45,10 +44,9 @@ def divided_run(
     processes = len(devices)
     graph = graph.divided(processes)
     traced, inputs = graph.until(arguments.get("until")).for_first(arguments.get("inputs") or {})
-    try:
-        run = dry_run(traced, traced.for_planning(inputs), store)
-    except StageError as error:  # of a graph that runs undivided
-        return DividedRun(refusal=(str(error.__cause__).splitlines() or [str(error)])[0])
+    run = dry_run_or_refusal(traced, traced.for_planning(inputs), store)
+    if isinstance(run, str):  # undivided, the graph runs
+        return DividedRun(refusal=run)
     transfers = [kernel for _, call in run.recording.entries() for kernel in call.transfers]
     if not transfers:
         return None

@@ -270,7 +270,7 @@ class Planner:
         self._graph, self._items, self._arguments, self._cache = graph, items, arguments, cache
         self._store = store_in(cache)
         self._problems: dict[DeviceClass, Problem] = {}
-        self._copied: set[tuple[str, str]] | None = None
+        self._copyable_uses: set[tuple[str, str]] | None = None
         self._ways: dict[tuple[DeviceClass, str, float, bool], list[list[float]]] = {}
         self._columns: dict[tuple[DeviceClass, tuple[str, ...], float], Column | None] = {}
 
@@ -373,10 +373,11 @@ class Planner:
 
         ways = [[phase for phase in problem.phases if phase.stage == stage]]
         ways += [list(option.phases) for option in problem.options if option.stage == stage]
-        copied = self._copied_uses(kind) if shares_weights else set()
+        copyable_uses = self._find_copyable_uses(kind) if shares_weights else set()
         use_seconds = [
             [
-                seconds(use, phase.steady_bytes) / (1 + ((phase.name, use.component) in copied))
+                seconds(use, phase.steady_bytes)
+                / (2 if (phase.name, use.component) in copyable_uses else 1)
                 for phase in way
                 for use in phase.uses
             ]
@@ -384,23 +385,22 @@ class Planner:
         ]
         return self._ways.setdefault(key, use_seconds)
 
-
-    def _copied_uses(self, kind: DeviceClass) -> set[tuple[str, str]]:
+    def _find_copyable_uses(self, kind: DeviceClass) -> set[tuple[str, str]]:
         """Return the phases and components of which a team may make two calls at once.
 
         These depend on the dry run only, so the first team of any class tells.
         """
-        if self._copied is None:
+        if self._copyable_uses is None:
             secondary = Secondary(kind.hardware, kind.vram_bytes)
             problem = self.problem(kind._replace(secondaries=(secondary,)))
             option_phases = (phase for option in problem.options for phase in option.phases)
-            self._copied = {
+            self._copyable_uses = {
                 (phase.name, use.component)
                 for phase in (*problem.phases, *option_phases)
                 for use in phase.uses
                 if use.pairs
             }
-        return self._copied
+        return self._copyable_uses
 
 
 def _compute_seconds(use: Use, groups: Sequence[Any]) -> float:

@@ -213,9 +213,9 @@ def test_a_plan_of_a_frontier_or_a_cluster_may_have_a_copy_too(tmp_path: Path) -
     assert solution is not None
     assert solution.plan == solve(instance).plan
     # other commands read the stored plan
-    stored = fitting_for(instance, store)
-    assert stored is not None
-    assert stored.plan.copies == (("dit", 1),)
+    stored_solution = fitting_for(instance, store)
+    assert stored_solution is not None
+    assert stored_solution.plan.copies == (("dit", 1),)
 
 
 @pytest.mark.parametrize("runs", [1, 3, 100])
