@@ -552,6 +552,11 @@ def attach(
     cache, methods = as_path(cache), strings(entries)
     refuse_unnamed(pipe, components, methods)
     refuse_placed(pipe)
+    if "split" in strings(allow):
+        raise InputError(
+            "allow split: the calls of an attached pipeline are not split into samples; type "
+            "graphrun import FOLDER -o NAME.yaml, then graphrun run NAME.yaml --allow split"
+        )
     arguments = Budget(vram, ram, pinned, disk, memory)
     if budget is not None and vars(arguments) != vars(Budget()):
         raise InputError("budget has vram, ram, pinned, disk and memory already: leave those out")
