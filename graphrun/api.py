@@ -122,7 +122,7 @@ def estimate(
         graph = graphrun.load("flux-dev")
         problem = graphrun.estimate(graph, vram="8G", ram="64G", hardware="rtx4090")
     """
-    from graphrun.devices import cards_for, limits_for, parse_limit
+    from graphrun.devices import cards_for, limits_for, parse_limit, share_of
     from graphrun.graph.graph import Graph as Declared
     from graphrun.graph.parts import Directives
 
@@ -136,6 +136,9 @@ def estimate(
     modules = () if isinstance(graph, Declared) else graph.modules.values()
     limits = limits_for(Budget(vram, ram, pinned, disk, memory), cards, modules)
     reserve_bytes = parse_limit(reserve, "reserve")
+    if isinstance(graph, Declared) and graph.processes > 1:
+        card, limits, group_bytes = share_of(graph.processes, card, limits)
+        reserve_bytes = (reserve_bytes or 0) + group_bytes
     if not isinstance(graph, Declared):
         demands = Directives(strings(keep), strings(exclude), reserve_bytes or 0)
         return _live_problem(graph, inputs or {}, card, limits, demands, until)
@@ -413,7 +416,7 @@ def run(
         solution, shorter_graph, values, device, modules, progress, tell=tell, **options
     )
     trace = replace(trace, notes=(*notes, *trace.notes))
-    if cache is not None:
+    if cache is not None and graph.processes == 1:  # else seconds are also those of other devices
         remember(solution, trace, Store(cache))
     warn_of(trace.overruns, stacklevel=2)
     return trace
@@ -549,6 +552,11 @@ def attach(
     cache, methods = as_path(cache), strings(entries)
     refuse_unnamed(pipe, components, methods)
     refuse_placed(pipe)
+    if "split" in strings(allow):
+        raise InputError(
+            "allow split: the calls of an attached pipeline are not split into samples; type "
+            "graphrun import FOLDER -o NAME.yaml, then graphrun run NAME.yaml --allow split"
+        )
     arguments = Budget(vram, ram, pinned, disk, memory)
     if budget is not None and vars(arguments) != vars(Budget()):
         raise InputError("budget has vram, ram, pinned, disk and memory already: leave those out")

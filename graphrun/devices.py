@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from graphrun import device_kinds
 from graphrun.device_kinds import kind_called
 from graphrun.errors import InputError
-from graphrun.units import parse_size, typed_size
+from graphrun.units import MIB, parse_size, typed_size
 
 if TYPE_CHECKING:
     from graphrun.device_kinds import DeviceKind
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from graphrun.model.hardware import Hardware
     from graphrun.model.problem import ProblemLimits
     from graphrun.runtime.devices.device import Device
+
+
+# On an A100, the communicator of a group of two took 544 MB (NVIDIA/nccl, issue 964). Two groups
+# communicate: one divides and gathers tokens, one exchanges heads.
+COMMUNICATORS, COMMUNICATOR_BYTES = 2, 519 * MIB
 
 
 @dataclass(frozen=True, eq=False)
@@ -478,3 +483,27 @@ def _kind(name: Any, number: int) -> Any:
             "CUDA_VISIBLE_DEVICES changes which card has which number"
         )
     return kind
+
+
+def share_of(
+    processes: int, card: Hardware, limits: ProblemLimits
+) -> tuple[Hardware, ProblemLimits, int]:
+    """Return what each of ``processes`` processes has that divide a sequence.
+
+    Each has a device like ``card``, and an equal part of host memory and of the disk. The last
+    number: bytes on the device that communication takes.
+    """
+    sizes = {
+        name: nbytes // processes
+        for name in ("ram_bytes", "pinned_bytes", "disk_bytes")
+        if (nbytes := getattr(limits, name)) is not None
+    }
+    if card.kind.is_host:
+        sizes["budget_bytes"] = limits.budget_bytes // processes
+    has_buffers = not (card.kind.has_virtual_clock or card.kind.is_host)
+    rate = card.disk_bytes_per_second / processes  # each reads all files
+    return (
+        replace(card, disk_bytes_per_second=rate),
+        replace(limits, **sizes),
+        COMMUNICATORS * COMMUNICATOR_BYTES if has_buffers else 0,
+    )

@@ -1,32 +1,25 @@
 """What a run takes if one process for each of several equal devices divides the sequence.
 
-Each process has a plan for its device, with its part of the RAM and of the disk's rate
-(`graphrun.profile.sequence`). Transfers between devices are part of the compute of a call, so the
-plan and its bound count them. Copies from the host at the same time, of streamed weights, share the
-link: they may take longer, by the seconds of the transfers at most.
+Each process has a plan for its device (`graphrun.profile.sequence`), with its part of the RAM and
+of the disk's rate (`graphrun.devices.share_of`). Transfers between devices are part of the compute
+of a call, so the plan and its bound count them. Copies from the host at the same time, of streamed
+weights, share the link: they may take longer, by the seconds of the transfers at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graphrun import api
 from graphrun.disk_store import Store
-from graphrun.errors import StageError
 from graphrun.model.problem import Secondary
 from graphrun.model.sequence import DividedRun
-from graphrun.store import dry_run, fitting_for
-from graphrun.units import MIB
+from graphrun.store import dry_run_or_refusal, fitting_for
 
 if TYPE_CHECKING:
     from graphrun.graph.graph import Graph
     from graphrun.model.problem import Problem
-
-# On an A100, the communicator of a group of two took 544 MB (NVIDIA/nccl, issue 964). Two groups
-# communicate: one divides and gathers tokens, one exchanges heads.
-COMMUNICATORS, COMMUNICATOR_BYTES = 2, 519 * MIB
 
 
 def divided_run(
@@ -42,38 +35,23 @@ def divided_run(
         return None
     from graphrun.profile.costs import kernel_seconds
 
-    processes = len(devices)
-    graph = graph.divided(processes)
+    graph = graph.divided(len(devices))
     traced, inputs = graph.until(arguments.get("until")).for_first(arguments.get("inputs") or {})
-    try:
-        run = dry_run(traced, traced.for_planning(inputs), store)
-    except StageError as error:  # of a graph that runs undivided
-        return DividedRun(refusal=(str(error.__cause__).splitlines() or [str(error)])[0])
+    run = dry_run_or_refusal(traced, traced.for_planning(inputs), store)
+    if isinstance(run, str):  # undivided, the graph runs
+        return DividedRun(refusal=run)
     transfers = [kernel for _, call in run.recording.entries() for kernel in call.transfers]
     if not transfers:
         return None
-    limits = {
-        name: nbytes // processes
-        for name, nbytes in (
-            ("ram", problem.ram_bytes),
-            ("pinned", problem.pinned_bytes),
-            ("disk", problem.disk_bytes),
-        )
-        if nbytes is not None
-    }
     hardware = problem.hardware
-    disk_rate = hardware.disk_bytes_per_second / processes  # each reads all files
-    has_buffers = not hardware.kind.has_virtual_clock
-    reserve_bytes = COMMUNICATORS * COMMUNICATOR_BYTES if has_buffers else 0
+    limits = {
+        "vram": problem.budget_bytes,
+        "ram": problem.ram_bytes,
+        "pinned": problem.pinned_bytes,
+        "disk": problem.disk_bytes,
+    }
     process_problem = api.estimate(
-        graph,
-        **{
-            **arguments,
-            **limits,
-            "vram": problem.budget_bytes,
-            "hardware": replace(hardware, disk_bytes_per_second=disk_rate),
-            "reserve": problem.reserve_bytes + reserve_bytes,
-        },
+        graph, **{**arguments, **limits, "hardware": hardware, "reserve": problem.reserve_bytes}
     )
     return DividedRun(
         fitting_for(process_problem, store),

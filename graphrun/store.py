@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from graphrun.disk_store import Store
-from graphrun.errors import GraphError, InputError
+from graphrun.errors import GraphError, InputError, StageError
 from graphrun.files import digest_of, package_digest, python_digest
 from graphrun.garbage import not_collected
 from graphrun.graph.graph import Graph
@@ -121,7 +121,9 @@ def problem_for(
             for stage, name in option_phases
         ]
         run = _dry_run(graph, inputs, store, traced)
-        problem = problem_of(graph, run, hardware, limits, inputs, with_options, finds_pairs=True)
+        problem = problem_of(
+            graph, run, hardware, limits, inputs, with_options, copyable=graph.components
+        )
         if store is not None:
             if key:
                 store.put_json("problem", key, problem.to_json())
@@ -143,6 +145,25 @@ def dry_run(
     return _dry_run(
         graph, inputs, store, trace_key(graph, inputs) if store is not None else None, options
     )
+
+
+def dry_run_or_refusal(
+    graph: Graph, inputs: Mapping[str, Any], store: Store | None
+) -> DryRun | str:
+    """Return the `dry_run`, or the error with which a stage fails in it, in one line.
+
+    The error is stored too, unless it may come from this machine.
+    """
+    key = (trace_key(graph, inputs) or "") if store is not None else ""
+    if (stored_refusal := _stored(store, "refusal", key, str)) is not None:
+        return stored_refusal
+    try:
+        return dry_run(graph, inputs, store)
+    except StageError as error:
+        refusal = (str(error.__cause__).splitlines() or [str(error)])[0]
+        if store is not None and key and not isinstance(error.__cause__, (MemoryError, OSError)):
+            store.put_json("refusal", key, refusal)
+        return refusal
 
 
 def _dry_run(
@@ -231,11 +252,13 @@ def fitting_for(
     """Return the plan of `solution_for`, or None; ``step``: called with a budget to solve."""
     if (cached_plan := _stored_plan(problem, store)) is not None:
         return cached_plan
+    from graphrun.solve.copying import fastest_with_copies
     from graphrun.solve.pages import solved
 
     if step is not None:
         step(show_size(problem.budget_bytes))
     if (solution := solved(problem)) is not None:
+        solution = fastest_with_copies(problem, solution)
         keep_plan(problem, solution, store)
     return solution
 

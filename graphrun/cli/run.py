@@ -16,6 +16,7 @@ import typer
 import graphrun
 from graphrun import api
 from graphrun.cli.common import GraphFile, app, cache_folder, load, parse_reuse, show
+from graphrun.cli.dividing import process_group, rank_of, run_processes, take_device
 from graphrun.cli.downloads import download_all
 from graphrun.cli.enforcing import enforced, kernel_line
 from graphrun.cli.options import PlanOptions, shared
@@ -51,11 +52,39 @@ def run(graph: GraphFile, options: PlanOptions, run_options: RunOptions) -> None
         parse_reuse(run_options.reuse)
         if run_options.objective is not None and run_options.cluster is None:
             raise InputError("--objective is for several machines: add --cluster FILE")
+        if run_options.divide > 1:
+            _start_processes(graph, options, run_options)
         pipeline_graph = load(graph, options) if graph.suffix != ".json" else None
+        if pipeline_graph is not None and run_options.divide > 1:
+            pipeline_graph = pipeline_graph.divided(run_options.divide)
         if run_options.has_many_runs or (pipeline_graph is not None and pipeline_graph.list_input):
             _run_many(graph, pipeline_graph, options, run_options)
         else:
             _run_once(graph, pipeline_graph, options, run_options, group)
+
+
+def _start_processes(file: Path, options: PlanOptions, run_options: RunOptions) -> None:
+    """Start the processes that divide the sequence of the graph in ``file``, and exit with their
+    code. In such a process, take its device and return."""
+    exclusions = {
+        "a saved plan": file.suffix == ".json",
+        "--inputs, --resume and --cluster": run_options.has_many_runs,
+        "--preview": run_options.preview,
+        "--reuse all": run_options.reuse == "all",
+        "--enforce": run_options.enforce,
+    }
+    if names := [name for name, is_set in exclusions.items() if is_set]:
+        raise InputError(f"--divide is for one run of a graph, without {names[0]}")
+    for name, value in (("vram", options.vram), ("device", options.device)):
+        if value is not None and "," in value:
+            raise InputError(
+                f"--{name} {value}: with --divide, all devices are equal; name one, "
+                f"--{name} {value.partition(',')[0]}"
+            )
+    rank = rank_of(run_options.divide)
+    if rank is None:
+        raise typer.Exit(run_processes(run_options.divide))
+    take_device(rank)
 
 
 def _run_many(
@@ -116,7 +145,12 @@ def _run_once(
     graph_plan, style = _ready(graph_plan, options, run_options)
     solution = graph_plan.solution
     values = api.planned_inputs(solution.problem, graph_plan.graph, options.inputs)
-    trace = _trace(graph_plan, options, run_options, values)
+    with contextlib.ExitStack() as stack:
+        if run_options.divide > 1:
+            stack.enter_context(process_group(solution.problem.hardware))
+        trace = _trace(graph_plan, options, run_options, values)
+    if run_options.divide > 1 and rank_of(run_options.divide):
+        return  # the first process writes the results
     summary = summarize(solution, graph_plan.solve_seconds, trace)
     if run_options.plan_file is not None:
         planfile.save(run_options.plan_file, graph_plan.source, solution, summary)

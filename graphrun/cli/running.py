@@ -89,6 +89,15 @@ class RunOptions:
         ),
     ] = None
     reuse: ReuseOption = "encoded"
+    divide: Annotated[
+        int,
+        option(
+            "Divide the sequence of the transformer over this many equal devices, with a process "
+            "for each. --vram is for each; RAM and --memory are for all together.",
+            "N",
+            min=1,
+        ),
+    ] = 1
     enforce: Annotated[
         bool,
         typer.Option(

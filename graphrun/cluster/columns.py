@@ -23,7 +23,6 @@ from graphrun.cluster.placement import Column, StageSpan, column_of, parts_of, s
 from graphrun.disk_store import store_in
 from graphrun.graph.graph import Graph
 from graphrun.model.choices import use_with
-from graphrun.model.copies import without_pairs
 from graphrun.model.hardware import Hardware
 from graphrun.model.problem import ComponentNumbers, Problem, Secondary, Use, ValueNumbers, Variant
 from graphrun.store import fitting_for
@@ -271,6 +270,7 @@ class Planner:
         self._graph, self._items, self._arguments, self._cache = graph, items, arguments, cache
         self._store = store_in(cache)
         self._problems: dict[DeviceClass, Problem] = {}
+        self._copyable_uses: set[tuple[str, str]] | None = None
         self._ways: dict[tuple[DeviceClass, str, float, bool], list[list[float]]] = {}
         self._columns: dict[tuple[DeviceClass, tuple[str, ...], float], Column | None] = {}
 
@@ -287,8 +287,7 @@ class Planner:
                 [member.hardware for member in kind.members],
             )
             arguments = {**self._arguments, **limits, "vram": vram, "hardware": hardware}
-            # `lower_bound_seconds` does not bound plans with copies
-            self._problems[kind] = without_pairs(api.estimate(self._graph, **arguments))
+            self._problems[kind] = api.estimate(self._graph, **arguments)
         return self._problems[kind]
 
     def price(self, kind: DeviceClass, stages: tuple[str, ...], share: float) -> Column | None:
@@ -318,8 +317,9 @@ class Planner:
     def lower_bound_seconds(self, kind: DeviceClass, stage: str, share: float = 1.0) -> float:
         """Return the least seconds of ``stage`` within a share of the host's memory.
 
-        Each component runs on its fastest device. Teams of more than two devices are bounded by
-        their pairs, equal devices by one of them.
+        Each component runs on its fastest device, and half of its calls if a copy may make the
+        other half (`graphrun.model.copies`). Teams of more than two devices are bounded by their
+        pairs, equal devices by one of them.
         """
         pairs = [
             kind._replace(secondaries=(secondary,))
@@ -373,11 +373,34 @@ class Planner:
 
         ways = [[phase for phase in problem.phases if phase.stage == stage]]
         ways += [list(option.phases) for option in problem.options if option.stage == stage]
+        copyable_uses = self._find_copyable_uses(kind) if shares_weights else set()
         use_seconds = [
-            [seconds(use, phase.steady_bytes) for phase in way for use in phase.uses]
+            [
+                seconds(use, phase.steady_bytes)
+                / (2 if (phase.name, use.component) in copyable_uses else 1)
+                for phase in way
+                for use in phase.uses
+            ]
             for way in ways
         ]
         return self._ways.setdefault(key, use_seconds)
+
+    def _find_copyable_uses(self, kind: DeviceClass) -> set[tuple[str, str]]:
+        """Return the phases and components of which a team may make two calls at once.
+
+        These depend on the dry run only, so the first team of any class tells.
+        """
+        if self._copyable_uses is None:
+            secondary = Secondary(kind.hardware, kind.vram_bytes)
+            problem = self.problem(kind._replace(secondaries=(secondary,)))
+            option_phases = (phase for option in problem.options for phase in option.phases)
+            self._copyable_uses = {
+                (phase.name, use.component)
+                for phase in (*problem.phases, *option_phases)
+                for use in phase.uses
+                if use.pairs
+            }
+        return self._copyable_uses
 
 
 def _compute_seconds(use: Use, groups: Sequence[Any]) -> float:

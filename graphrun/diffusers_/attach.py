@@ -393,9 +393,8 @@ class Attachment:
         owned_modules = attributes_of(self._modules)
         host.begin(has_changed=self._detect_changes(owned_modules))
         key, planned_call, is_new = self._lay_out_plan(call)
-        reserve_bytes = key.reserve_bytes
         solution = self._continue_from_device(planned_call.solution)
-        component_names = {numbers.name for numbers in solution.problem.components}
+        component_names = {numbers.name for numbers in solution.chosen.components}
         planning = CallPlanning(
             own_class(self.pipe).__name__,
             device,
@@ -407,7 +406,7 @@ class Attachment:
             self.make_room,
             self.say,
         )
-        replan = CallReplan(planning, planned_call.call_signatures, reserve_bytes)
+        replan = CallReplan(planning, planned_call.call_signatures, key.reserve_bytes)
         leftovers = Leftovers(self.pipe, self._modules, owned_modules, device)
 
         def work() -> dict[str, Any]:
@@ -419,6 +418,7 @@ class Attachment:
             finally:
                 torch.set_autocast_cache_enabled(was_enabled)
                 leftovers.clear()
+                host.refresh_copies()
 
         def output_bytes(outputs: Mapping[str, Any]) -> int:
             return device_bytes(outputs, device, excluded=(call.args, call.kwargs))
@@ -445,7 +445,7 @@ class Attachment:
             # solve the next call of this kind in advance
             self._continue_from_device(planned_call.solution)
         self.solution, self.replans = solution, tuple(replan.component_calls)
-        unplanned_bytes = idle_weight_bytes + (0 if device.unified else reserve_bytes)
+        unplanned_bytes = idle_weight_bytes + (0 if device.unified else key.reserve_bytes)
         self.trace = without_caller_bytes(trace, unplanned_bytes, output_bytes(trace.outputs))
         if replan.component_calls and key.without_texts not in self._text_dependent:
             self._text_dependent.add(key.without_texts)
@@ -494,7 +494,7 @@ class Attachment:
         loaded_blocks = self._host.loaded()
         component_blocks = {
             numbers.name: loaded_blocks[numbers.name]
-            for numbers in solution.problem.components
+            for numbers in solution.chosen.components
             if numbers.name in loaded_blocks
         }
         key = solution.problem.digest, tuple(component_blocks.items())
@@ -530,9 +530,7 @@ class Attachment:
         modules = merge_shared(
             components_of(self.pipe, self._named_components), self._modules.values()
         )
-        if {name: id(module) for name, module in modules.items()} == {
-            name: id(module) for name, module in self._modules.items()
-        }:
+        if modules == self._modules:  # modules compare by identity
             return
         # names must be unique across old and new modules
         previous = {f"previous {name}": module for name, module in self._modules.items()}
@@ -554,6 +552,8 @@ class Attachment:
         """Return whether the pipeline changed since the last call; if so, drop all its plans.
         Examples: VAE tiling, a LoRA, another scheduler."""
         state = state_of(self.pipe, owned_modules)
+        if self._limits.secondaries:
+            state.append(self._host.copyable())
         settings = settings_of(self.pipe, owned_modules)
         has_changed = (state, settings) != (self._state, self._settings)
         if self._host.find_mapped():
@@ -689,6 +689,7 @@ class Attachment:
             limits,
             stored_profiles or None,
             self._host.mapped_tensors,
+            self._host.copyable(map(variants.__getitem__, component_names)),
         )
 
     def solve(self, problem: Problem) -> Solution:

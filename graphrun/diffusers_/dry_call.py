@@ -221,11 +221,13 @@ class MetaPipeline:
         limits: ProblemLimits,
         profiles: Mapping[str, ComponentProfile] | None = None,
         mapped_tensors: MappedTensors | None = None,
+        copyable: Collection[str] = (),
     ) -> Problem:
         """Return the problem for ``recording``.
 
         ``profiles``: of components; None: from all traces so far. ``mapped_tensors``: on unified
-        memory, the tensors that are mapped from files, which alone are blocks.
+        memory, the tensors that are mapped from files, which alone are blocks. ``copyable``: as for
+        `problem_of`.
         """
         graph = graph_of(self._live_pipe, self._modules, self.dtype_variants.variants.values())
         graph = graph.directed(demands.keep, demands.exclude, demands.reserve_bytes, demands.pin)
@@ -241,6 +243,7 @@ class MetaPipeline:
             hardware,
             limits,
             {},
+            copyable=copyable,
         )
 
     def _with_mapped_blocks(

@@ -37,6 +37,7 @@ from graphrun.modules.memos import (
     lru_caches,
     on_device,
 )
+from graphrun.modules.replica import can_be_replicated, refresh, replica
 from graphrun.modules.trees import PLAIN, found_in, may_hold, replace_in, tensors_in
 from graphrun.runtime.devices.device import Device
 from graphrun.runtime.host import Host, layout_of
@@ -68,7 +69,7 @@ class LiveHost(Host):
         self.modules = dict(modules)
         self.residencies: dict[str, Residency] = {}
         self.casts: dict[str, Any] = {}
-        self.copies = {}  # none: attached pipelines have no copies on secondary devices
+        self.copies = {}  # replicas of modules, by name (`graphrun.model.copies`)
         self.sources = ()
         self.dtype_variants: DtypeVariants | None = None
         self._variants = {}
@@ -124,8 +125,8 @@ class LiveHost(Host):
         if self.dtype_variants is not None:
             self.release()
         refuse_movers(self.modules, adapters=True)
-        for name in ("memos", "_caches"):  # cached properties of the previous modules
-            vars(self).pop(name, None)
+        vars(self).pop("_caches", None)  # of the previous modules
+        self._drop_copies()
         self.residencies = {
             name: residency for name, residency in self.residencies.items() if name in self.modules
         }
@@ -145,7 +146,10 @@ class LiveHost(Host):
         """Lay out every component of ``problem`` in arenas, each in its dtype variant. Call this
         between runs, or with an empty device."""
         assert self.dtype_variants is not None
+        copies = [numbers for numbers in problem.components if numbers.copy_of]
         for numbers in problem.components:
+            if numbers in copies:
+                continue
             with self.dtype_variants.using(dtype_variants[numbers.name]):
                 self._variants[numbers.name] = numbers.variants[0]
                 module = self.modules[dtype_variants[numbers.name].component]
@@ -155,13 +159,59 @@ class LiveHost(Host):
                     ) or self._new_residency(module, numbers)
                 self._place(self.residencies[numbers.name], numbers)
                 self._numbers[numbers.name] = numbers
+        for numbers in copies:
+            self._add_copy(numbers)
         written_ids = {
-            id(residency.module) for residency in self.residencies.values() if residency.changed()
+            id(residency.source_module)
+            for residency in self.residencies.values()
+            if residency.changed()
         }
         for residency in self.residencies.values():
-            if id(residency.module) in written_ids:
+            if id(residency.source_module) in written_ids:
                 residency.release()
                 residency.note_contents()
+
+    def copyable(self, used_variants: Iterable[DtypeVariant] = ()) -> list[str]:
+        """Return the components of which a plan may have copies on secondary devices.
+
+        None that a call with ``used_variants`` casts: the variants of a component are one module.
+        """
+        cast_names = {
+            variant.component for variant in used_variants if variant.name != variant.component
+        }
+        return [
+            name
+            for name, module in self.modules.items()
+            if name not in cast_names and can_be_replicated(module)
+        ]
+
+    def _add_copy(self, numbers: ComponentNumbers) -> None:
+        """Add the copy ``numbers`` of a component, or prepare the one from an earlier run."""
+        original, residency = self.residencies[numbers.copy_of], self.residencies.get(numbers.name)
+        if residency is not None and residency.backing_store is original.backing_store:
+            self._place(residency, numbers)
+        else:
+            if residency is not None:
+                residency.release()
+            self.copies[numbers.name] = replica(original.module)
+            self._forget_memos()
+            self.residencies[numbers.name] = residency = Residency(
+                self.copies[numbers.name], numbers, self._device, original=original
+            )
+            residency.deactivate()
+        self._variants[numbers.name] = numbers.variants[0]
+        self.refresh_copies()
+
+    def refresh_copies(self) -> None:
+        """Give the copies the attributes of their originals, in place of what a call left there."""
+        for name, module in self.copies.items():
+            refresh(module, self.residencies[name].source_module)
+
+    def _drop_copies(self) -> None:
+        for name in self.copies:
+            self.residencies.pop(name).release()
+        self.copies.clear()
+        self._forget_memos()
 
     def _place(self, residency: Residency, numbers: ComponentNumbers) -> None:
         """Evict blocks that another plan left on a device where the component does not compute."""
@@ -212,6 +262,8 @@ class LiveHost(Host):
         self.awake = True
         for name in self.modules:
             self._join(self.dtype_variants.current(name).name)
+        for name in self.copies:
+            self._join(name)
 
     def bind_host_tensors(self, component_names: Iterable[str]) -> None:
         """Give the modules their host tensors; loaded blocks stay on the device.
@@ -394,7 +446,7 @@ class LiveHost(Host):
 
     def release_module(self, module: nn.Module) -> None:
         for residency in self.residencies.values():
-            if residency.module is module:
+            if residency.source_module is module:
                 residency.release()
 
     def _leave(self, dtype_variant: str) -> None:
@@ -412,6 +464,7 @@ class LiveHost(Host):
         """Give every weight its own memory outside the arenas, and evict all weights.
         ``requires_grad`` stays. On unified memory every weight stays where it is."""
         self.release()
+        self._drop_copies()
         if self._device.unified:
             self.residencies.clear()
             self._numbers.clear()

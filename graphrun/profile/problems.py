@@ -50,21 +50,21 @@ def problem_of(
     inputs: Mapping[str, Any],
     stage_options: Iterable[tuple[str, str, DryRun]] = (),
     *,
-    finds_pairs: bool = False,
+    copyable: Collection[str] = (),
 ) -> Problem:
     """Return the problem of running ``graph``, as recorded in ``dry_run``, on ``hardware``.
 
     ``stage_options``: (stage, option, dry run with it) for each stage option that a plan may
-    choose. ``finds_pairs``: a run of the problem can compute with copies of components
+    choose. ``copyable``: the components with copies of which a run of the problem can compute
     (`graphrun.model.copies`). Raises InputError for directives that cannot be obeyed.
     """
     components = _components(graph, dry_run, hardware, limits)
-    finds_pairs = finds_pairs and bool(limits.secondaries)
-    phases, values = _phases(graph, dry_run, components, hardware, limits.allow, finds_pairs)
+    copyable = copyable if limits.secondaries else ()
+    phases, values = _phases(graph, dry_run, components, hardware, limits.allow, copyable)
     options = []
     for stage, name, option_run in stage_options:
         option_phases = _option_phases(
-            graph, stage, option_run, components, hardware, values, limits.allow, finds_pairs
+            graph, stage, option_run, components, hardware, values, limits.allow, copyable
         )
         if [replace(phase, trace=PhaseTrace()) for phase in option_phases] != [
             replace(phase, trace=PhaseTrace()) for phase in phases if phase.stage == stage
@@ -178,7 +178,7 @@ def _phases(
     components: Mapping[str, ComponentNumbers],
     hardware: Hardware,
     allow: Collection[str],
-    finds_pairs: bool,
+    copyable: Collection[str],
 ) -> tuple[tuple[PhaseNumbers, ...], tuple[ValueNumbers, ...]]:
     compiled_names = {name for name in components if graph.components[name].is_compiled(allow)}
     recording = dry_run.recording.as_compiled(compiled_names)
@@ -202,7 +202,7 @@ def _phases(
         pipeline_code_of(recording, spans, hardware) if off_device_names else [0] * len(spans)
     )
     traces = phase_traces_of(recording, spans, hardware)
-    pair_spans = spans_with_pairs(recording, spans) if finds_pairs else set()
+    pair_spans = spans_with_pairs(recording, spans) if copyable else set()
     phases = []
     for number, (stage, (begin, end), memory) in enumerate(
         zip(stages, spans, memories, strict=True)
@@ -223,7 +223,9 @@ def _phases(
                     hardware,
                     transfer=name in secondary_names,
                     compiled=name in compiled_names,
-                    has_pairs=(begin, end) in pair_spans and name not in compiled_names,
+                    has_pairs=(begin, end) in pair_spans
+                    and name in copyable
+                    and name not in compiled_names,
                 )
                 for name, component_calls in calls.items()
             ),
@@ -245,10 +247,10 @@ def _option_phases(
     hardware: Hardware,
     values: Sequence[ValueNumbers],
     allow: Collection[str],
-    finds_pairs: bool,
+    copyable: Collection[str],
 ) -> tuple[PhaseNumbers, ...]:
     """Return the phases of ``stage`` in ``option_run``; ``values``: without the option."""
-    phases, option_values = _phases(graph, option_run, components, hardware, allow, finds_pairs)
+    phases, option_values = _phases(graph, option_run, components, hardware, allow, copyable)
     stage_phases = [phase for phase in phases if phase.stage == stage]
     storages = {value.name: value.storages for value in values}
     keys = [

@@ -100,6 +100,7 @@ class Host:
         host._spool.remove_stale()
         refuse_movers(prebuilt_modules)
         used_components = {use.component for phase in problem.phases for use in phase.uses}
+        is_divided = False
         host.meta_modules = host._leases.enter_context(meta_modules(graph))
         host.modules = dict(host.meta_modules)  # a stage may list a component that it never calls
         for numbers in problem.components:
@@ -115,6 +116,12 @@ class Host:
             elif numbers.name in used_components:
                 component, precision = graph.component(numbers.name), numbers.variants[0].precision
                 module, writer = draft(component, graph, precision)
+                if graph.processes > 1:
+                    from graphrun.modules.context_parallel import divide, divides_sequence
+
+                    if divides_sequence(module):
+                        divide(module, graph.processes)
+                        is_divided = True
                 host._drafts[numbers.name] = functools.partial(
                     _drafted, component, graph, precision
                 )
@@ -148,6 +155,10 @@ class Host:
             else:
                 continue
             host.prepare()
+        if graph.processes > 1 and not is_divided:
+            raise InputError(
+                f"{graph.name} has no component whose sequence can be divided: leave out --divide"
+            )
         for name, component in graph.components.items():
             if name in host.residencies:
                 continue
@@ -323,12 +334,16 @@ class Host:
             self.copies[numbers.name] = (
                 draft_module() if draft_module is not None else _on_meta(original.module)
             )
-            for name in ("memos", "moved_tables", "held_attributes"):
-                self.__dict__.pop(name, None)
+            self._forget_memos()
         self.residencies[numbers.name] = Residency(
             self.copies[numbers.name], numbers, self._device, original=original
         )
         self._variants[numbers.name] = numbers.variants[0]
+
+    def _forget_memos(self) -> None:
+        """Search the modules again for what they cache."""
+        for name in ("memos", "moved_tables", "held_attributes"):
+            self.__dict__.pop(name, None)
 
     def _add(
         self,

@@ -168,6 +168,8 @@ class Residency:
         self.name = numbers.name
         self.module = module
         self._is_copy = original is not None
+        # the module that brings the weights
+        self.source_module = module if original is None else original.module
         self.caller_owned = writer is None or isinstance(writer, MappedWriter)
         self._writer = writer
         self.granularity = numbers.granularity

@@ -314,11 +314,12 @@ class PlanRun:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a call into a component, for the interceptor, and return its result."""
-        original, component = component, self._cursor.caller(component)
+        original = component
+        component, indices = self._caller_and_slots(original, entry, args, kwargs)
         is_copy = component != original
         if is_copy:
             proceed = entry_of(self._host.copies[component], entry)
-        self._advance(self._slots_to_open(component, entry, args, kwargs))
+        self._advance(indices)
         assert self._open is not None
         start = self._open.enter(component)
         clock_device = self._device
@@ -374,23 +375,28 @@ class PlanRun:
             for (k, i), transfer in transfers(use, numbers).items()
         }
 
-    def _slots_to_open(
+    def _caller_and_slots(
         self, component: str, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[int]:
-        """Return the slots that this call opens, after a replan if the plan has no such call."""
+    ) -> tuple[str, list[int]]:
+        """Return who makes this call (`SlotCursor.caller`), and the slots that it opens, after a
+        replan if the plan has no such call."""
         replan = self._setting.replan
         if replan is None:
-            return self._cursor.enter(component)
+            return self._entered(component)
         if replan.expects(component, entry, args, kwargs):
             # a plan that has such a call, but not at this point, is replaced too
             with contextlib.suppress(BrokenPlan):
-                return self._cursor.enter(component)
+                return self._entered(component)
         self._close()
         self._host.evict()
         self._release_cached()
         solution = replan.plan_from(component, entry, args, kwargs, self._device.allocated_bytes)
         self._follow(solution.chosen, solution.plan, planned_peaks(solution.simulation.slots))
-        return self._cursor.enter(component)
+        return self._entered(component)
+
+    def _entered(self, component: str) -> tuple[str, list[int]]:
+        caller = self._cursor.caller(component)
+        return caller, self._cursor.enter(caller)
 
     def _read_weight(self, component: str, path: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a weight on the device, for code outside the component that reads it."""

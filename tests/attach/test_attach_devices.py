@@ -68,6 +68,12 @@ def test_the_largest_component_is_split() -> None:
         assert [one_device.allocated_bytes for one_device in device.all_devices] == [0, 0]
 
 
+def test_a_batch_of_guidance_is_not_split_and_the_error_says_what_to_type() -> None:
+    pipe = CASES["StableDiffusionPipeline"].build()
+    with pytest.raises(InputError, match=r"allow split: .* graphrun run NAME.yaml --allow split"):
+        graphrun.attach(pipe, vram=["1G", "1G"], device=two_devices(), allow=["split"])
+
+
 def test_each_device_has_a_budget() -> None:
     pipe = CASES["StableDiffusionPipeline"].build()
     with pytest.raises(InputError, match="vram has budgets of 1 devices, and device is 2"):

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from campaign import sampled
 from placing import BUDGET, GRAPH, SMALL, Here, Losing, cluster_of, placed, ran_by, requests
@@ -21,6 +22,8 @@ from graphrun.batch.queue import Batch
 from graphrun.batch.watch import LeftOut, Watcher
 from graphrun.cluster import files
 from graphrun.cluster.flow import LOSSES
+from graphrun.cluster.machines import read_cluster
+from graphrun.cluster.place import place
 from graphrun.cluster.placement import Assignment, Placement, separable
 from graphrun.cluster.worker import Report, StageWorker
 from graphrun.errors import BrokenPlan, InputError, PlanError
@@ -220,6 +223,42 @@ def test_two_devices_of_a_host_hold_stages_together(
         )
         with pytest.raises(PlanError, match=message):
             files.read(path)
+
+
+@pytest.mark.sweep("more")
+def test_two_devices_of_a_host_make_both_calls_of_guidance_at_once(
+    cached_dry_runs: Path, tmp_path: Path
+) -> None:
+    graph = graphrun.load("wan-tiny")
+    (path := tmp_path / "cluster.yaml").write_text(
+        "graphrun: 1\nhosts: {a: {ram: 8G, devices: [{id: 0, hardware: sim, vram: 64M}, "
+        "{id: 1, hardware: sim, vram: 64M}]}}"
+    )
+    inputs = {**SMALL, "height": 64, "width": 64}
+    team = place(
+        graph,
+        read_cluster(path),
+        objective="latency",
+        inputs=inputs,
+        cache=cached_dry_runs,
+        gains=False,
+    ).placement
+    (assignment,) = team.assignments
+    assert assignment.plan.copies == (("transformer", 1),)
+    requests = [{**inputs, **request} for request in REQUESTS[:2]]
+    local_crew = Here(graph, team)
+    try:
+        batch = ran_by(graph, team, local_crew, requests)
+    finally:
+        local_crew.close()
+    with graphrun.Session(
+        graph, inputs=inputs, cache=cached_dry_runs, **{**BUDGET, "vram": "64M"}
+    ) as session:
+        expected = [session.run(request).outputs["image"] for request in requests]
+    for outputs, frames in zip(batch.outputs.values(), expected, strict=True):
+        assert np.array_equal(np.asarray(outputs["image"]), np.asarray(frames))
+    lane = batch.lanes[0]
+    assert "transformer@1" in {event.component for event in lane.trace.events}
 
 
 @pytest.mark.sweep("more")

@@ -106,6 +106,28 @@ def test_two_devices_of_a_host_hold_what_one_would_stream(
     assert [device["secondaries"] for device in throughput_data["devices"]] == [[], []]
 
 
+@pytest.mark.sweep("cluster")
+def test_two_devices_of_a_host_make_both_calls_of_guidance_at_once(
+    graphrun: Cli, cluster: Path, tmp_path: Path
+) -> None:
+    """An item alone takes less time with a copy of the denoiser on the second device; many items
+    are done sooner one on each."""
+    cluster.write_text(TEXT.replace("4M", "64M"))
+    command, path = ("plan", "wan-tiny", "--cluster", str(cluster)), tmp_path / "plan.json"
+    code, _, err = graphrun(*command, "--objective", "latency", "-o", str(path))
+    assert code == 0, err
+    (assignment,) = files.read(path)[0].assignments
+    assert assignment.plan.copies == (("transformer", 1),)
+    assert graphrun("check", str(path))[1].startswith("ok: 2 devices")
+    latency_data, throughput_data = (
+        json.loads(graphrun(*command, "--json", "--objective", objective)[1])
+        for objective in ("latency", "throughput")
+    )
+    assert [len(device["secondaries"]) for device in latency_data["devices"]] == [1]
+    assert latency_data["latency_seconds"] < 0.7 * latency_data["replicas"]["latency_seconds"]
+    assert [device["secondaries"] for device in throughput_data["devices"]] == [[], []]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

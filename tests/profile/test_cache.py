@@ -23,6 +23,7 @@ from graphrun.modules import source_files
 from graphrun.profile import hardware as devices
 from graphrun.profile.problems import ProblemLimits, problem_of
 from graphrun.profile.recording import DryRun
+from graphrun.sequence import divided_run
 from graphrun.solve.infeasible import smallest_budget
 from graphrun.units import MIB
 
@@ -353,3 +354,28 @@ def test_the_source_digest_reads_only_the_package(monkeypatch: pytest.MonkeyPatc
     package = Path(graphrun.__file__).parent
     assert package / "store.py" in read_paths
     assert [path for path in read_paths if not path.is_relative_to(package)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "reason"),
+    [
+        ("flux-tiny", {"max_sequence_length": 63}, "divisible by mesh size"),
+        ("sdxl-tiny", {}, None),  # nothing of it can be divided
+    ],
+)
+def test_what_cannot_be_divided_is_stored_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, inputs: Any, reason: str | None
+) -> None:
+    graph_names, probe = list[str](), cache._probe
+    monkeypatch.setattr(
+        cache, "_probe", lambda graph, *rest: graph_names.append(graph.name) or probe(graph, *rest)
+    )
+    graph, store = graphrun.load(GRAPHS / f"{name}.yaml"), Store(tmp_path)
+    arguments = {"inputs": inputs, "vram": "1G,1G", "ram": "8G", "hardware": "sim"}
+    problem = graphrun.estimate(graph, **arguments, cache=tmp_path)
+    counts = []
+    for _ in range(2):
+        divided = divided_run(graph, problem, arguments, store)
+        assert reason in divided.refusal if reason else divided is None
+        counts.append(len(graph_names))
+    assert counts[1] == counts[0]

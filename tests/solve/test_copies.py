@@ -4,11 +4,13 @@ when the solver chooses them."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from planner_problems import component, hardware, problem
 
+from graphrun.disk_store import Store
 from graphrun.model.choices import apply_choices
 from graphrun.model.copies import copyable_to, least_copy_bytes, with_copies, without_pairs
 from graphrun.model.phase_trace import CALL, CallTrace, PhaseTrace
@@ -17,6 +19,7 @@ from graphrun.model.problem import PhaseNumbers, Problem, Secondary, StageOption
 from graphrun.report.verdicts import gain_text
 from graphrun.solve import copying, pages, search
 from graphrun.solve.solve import solve
+from graphrun.store import fitting_for
 from graphrun.verify.check import check
 from graphrun.verify.coherence import incoherent
 from graphrun.verify.simulate import simulate
@@ -202,6 +205,17 @@ def test_a_copy_is_chosen_where_it_is_faster() -> None:
     assert solution.seconds >= solution.bound_seconds * (1 - 1e-6)
     assert solution.objective_seconds == pytest.approx(solution.seconds)
     assert simulate(instance, solution.plan).total_seconds == solution.seconds
+
+
+def test_a_plan_of_a_frontier_or_a_cluster_may_have_a_copy_too(tmp_path: Path) -> None:
+    instance, store = guided(), Store(tmp_path)
+    solution = fitting_for(instance, store)
+    assert solution is not None
+    assert solution.plan == solve(instance).plan
+    # other commands read the stored plan
+    stored_solution = fitting_for(instance, store)
+    assert stored_solution is not None
+    assert stored_solution.plan.copies == (("dit", 1),)
 
 
 @pytest.mark.parametrize("runs", [1, 3, 100])
