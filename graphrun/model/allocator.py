@@ -37,7 +37,7 @@ ALIGNMENT = 64
 ALIGNING_BYTES = ALIGNMENT + LEAST_CHUNK
 # What a heap may begin with: (chunks of each size that it keeps, its first byte). It keeps none, as
 # `HeapFragments` fills its cache of chunks, or rarely one.
-BEGINNINGS = ((0, 0), (0, 32), (1, 0), (1, 16), (1, 32))
+BEGINNINGS = ((0, 0), (0, 32), (1, 32))
 # The heap without live tensors, counted more than it is, for small objects and huge pages.
 FRAGMENTS_SHARE = 1.3
 SMALL_PAGE_BYTES, LARGE_PAGE_BYTES = 2 * MIB, 20 * MIB
