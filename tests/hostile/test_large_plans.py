@@ -28,6 +28,7 @@ from graphrun.model.problem import LiveTensor, Problem
 from graphrun.report import plan_files
 from graphrun.report.lanes import lanes_page
 from graphrun.report.summary import summarize
+from graphrun.solve.strategies import without
 from graphrun.trace import Lane
 from graphrun.units import MIB
 from graphrun.verify.check import check
@@ -82,7 +83,8 @@ def python_bytes() -> Iterator[Callable[[], int]]:
 
 @pytest.fixture(scope="module")
 def small_solution(make_problem: Callable[..., Any]) -> Any:
-    return package.plan(make_problem("flux-tiny", 64 * MIB))
+    with without("layers"):
+        return package.plan(make_problem("flux-tiny", 64 * MIB))
 
 
 def changed(problem: Problem, component: str, **fields: Any) -> Problem:
