@@ -46,15 +46,15 @@ def assert_surer(fast: list[float], sure: list[float]) -> None:
     assert fast[1] >= (1 + LEAST_LOSS) * sure[1]
 
 
-@pytest.mark.parametrize("seed", [717, 773, 3238, 3371])
+@pytest.mark.parametrize("seed", [717, 773, 3238, 3663])
 def test_a_nearly_equal_plan_that_loses_less_on_a_slower_disk_is_preferred(seed: int) -> None:
     assert_surer(*both(random_problem(seed)))
 
 
 def test_what_is_preferred_is_still_measured_against_the_bound() -> None:
-    solution = solved(known(random_problem(3371), "data sheet"))
+    solution = solved(known(random_problem(3663), "data sheet"))
     assert solution is not None
-    fast = solved(known(random_problem(3371), "measured"))
+    fast = solved(known(random_problem(3663), "measured"))
     assert fast is not None
     assert solution.plan.slots != fast.plan.slots
     assert (solution.bound_seconds, solution.objective_seconds) == (
