@@ -13,15 +13,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from graphrun.systems import tensors_get_huge_pages
+from graphrun.systems import huge_pages_mode, tensors_get_huge_pages
 from graphrun.units import KIB, MIB, PAGE_BYTES
 
 # Fragments from this size on are taken away. Smaller ones are the library's best fit only for small
 # tensors, of which all together take little memory.
 LEAST_FRAGMENT_BYTES = 64 * KIB
 LARGEST_FRAGMENT_BYTES = 256 * MIB
+# The library's cache: its largest chunks, the step between sizes, and how many of each it keeps.
 LARGEST_CACHED, CHUNK_STEP, MOST_CACHED = 1032, 16, 7
-_NO_HUGE_PAGES = getattr(mmap, "MADV_NOHUGEPAGE", 15)
 
 
 def trim_freed_memory() -> None:
@@ -56,8 +56,9 @@ class HeapFragments:
         if library is None or not self._in_main_heap():
             return
         self._fill_cache()
+        if tensors_get_huge_pages():  # PyTorch asks again for new tensors
+            self._advise(mmap.MADV_NOHUGEPAGE)
         end: int = library.sbrk(0)
-        self._use_small_pages(end)
         for nbytes in _sizes():
             while address := library.malloc(nbytes):
                 if address + nbytes > end:  # no free range, but at the heap's end, or a mapping
@@ -67,7 +68,9 @@ class HeapFragments:
         trim_freed_memory()
 
     def release(self) -> None:
-        """Free the ranges."""
+        """Free the ranges. Where all memory has huge pages, the heap has them again."""
+        if self._addresses and huge_pages_mode() == "always":
+            self._advise(mmap.MADV_HUGEPAGE)
         while self._addresses:
             assert self._library is not None
             self._library.free(self._addresses.pop())
@@ -84,12 +87,13 @@ class HeapFragments:
             for address in [library.malloc(nbytes) for _ in range(MOST_CACHED)]:
                 library.free(address)
 
-    def _use_small_pages(self, end: int) -> None:
-        """Undo what PyTorch asked for the heap, which ends at ``end``. New tensors ask again."""
-        if tensors_get_huge_pages() and (begin := _heap_begin()) is not None:
-            library = self._library
-            assert library is not None
-            library.madvise(begin, (end - begin) // PAGE_BYTES * PAGE_BYTES, _NO_HUGE_PAGES)
+    def _advise(self, advice: int) -> None:
+        """Call madvise(2) for the whole heap."""
+        library, begin = self._library, _heap_begin()
+        assert library is not None
+        if begin is not None:
+            nbytes = int(library.sbrk(0)) - begin
+            library.madvise(begin, nbytes // PAGE_BYTES * PAGE_BYTES, advice)
 
     def _in_main_heap(self) -> bool:
         """Return whether this thread's memory is in the heap that ends at the program break."""
