@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -88,9 +89,19 @@ def leave_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def _end_with_server() -> None:
+    """End this process once the server has ended, even if it was killed while this process
+    computes: the next server needs the device."""
+    server = multiprocessing.parent_process()
+    assert server is not None
+    server.join()
+    os._exit(1)
+
+
 def _begin(main: Main, connection: Connection, settings: Settings) -> None:
     escape_log(as_json=settings.log_as_json)
     leave_signals()
+    threading.Thread(target=_end_with_server, daemon=True).start()
     raise_limits(**settings.limits)
     # EOFError, BrokenPipeError: the server has ended
     with without_notices(), contextlib.suppress(EOFError, BrokenPipeError):
