@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from graphrun.model.hardware import Hardware
 
 POLL_SECONDS = 0.05
+GRACE_SECONDS = 10.0  # for process 0 to find the same error as another
 
 ChildOutput = tuple[subprocess.Popen[bytes], IO[bytes] | None]
 """A process and the file with what it says; None if it says that itself."""
@@ -57,7 +58,8 @@ def take_device(rank: int) -> None:
 def run_processes(processes: int) -> int:
     """Run this command in ``processes`` processes, and return the exit code of the first failure.
 
-    When one fails, the others are stopped. What a silent process says is shown if it fails.
+    When one fails, the others are stopped. What a silent process says is shown if it fails, unless
+    process 0 fails alike and says it.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -89,12 +91,20 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
+def _code_of(child: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code of a process that has `GRACE_SECONDS` to end; None if it goes on."""
+    try:
+        return child.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+
+
 def _wait(children: Sequence[ChildOutput]) -> int:
     while True:
         codes = [child.poll() for child, _ in children]
         for code, (_, log) in zip(codes, children, strict=True):
             if code:
-                if log is not None:
+                if log is not None and _code_of(children[0][0]) != code:
                     log.seek(0)
                     sys.stderr.write(log.read().decode(errors="replace"))
                 return code if code > 0 else 128 - code
