@@ -45,6 +45,7 @@ class HeapFragments:
     def __init__(self) -> None:
         self._library = _c_library()
         self._addresses = list[int]()
+        self._has_huge_pages = tensors_get_huge_pages()
 
     def take(self) -> None:
         """Return freed memory to the system, and take the free ranges.
@@ -56,7 +57,7 @@ class HeapFragments:
         if library is None or not self._in_main_heap():
             return
         self._fill_cache()
-        if tensors_get_huge_pages():  # PyTorch asks again for new tensors
+        if self._has_huge_pages:  # PyTorch asks again for new tensors
             self._advise(mmap.MADV_NOHUGEPAGE)
         end: int = library.sbrk(0)
         for nbytes in _sizes():

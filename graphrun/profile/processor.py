@@ -181,7 +181,7 @@ def cpu_estimate() -> Hardware:
             * cores
             for precision in ("nf4", "int8", "fp8", "gguf", *GGUF_BLOCKS)
         }
-    return Hardware(
+    estimate = Hardware(
         name="cpu",
         device="cpu",
         capacity_bytes=total_ram_bytes(),
@@ -199,14 +199,11 @@ def cpu_estimate() -> Hardware:
         memory_bytes_per_second=moving,
         launch_seconds=CPU_LAUNCH_SECONDS,
         kernels=ProcessorRates(
-            cores,
-            tuple(rates.items()),
-            READ_CPU_SECONDS,
-            amx="amx_bf16" in features,
-            huge_pages=tensors_get_huge_pages(),
+            cores, tuple(rates.items()), READ_CPU_SECONDS, amx="amx_bf16" in features
         ),
         basis="data sheet",
     )
+    return in_this_process(estimate)
 
 
 def detect_processor(kind: DeviceKind) -> Hardware:
