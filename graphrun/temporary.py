@@ -11,29 +11,40 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from filelock import FileLock
 
 from graphrun.systems import take_lock
 
 LOCK = "lock"
 
 
-@contextlib.contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder for the context, and remove those of killed processes with this ``prefix``."""
-    remove_stale(Path(tempfile.gettempdir()), prefix)
-    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-") as name:
-        lock = None
+class TemporaryFolder:
+    """A new folder in ``root``; those of killed processes with this ``prefix`` are removed."""
+
+    def __init__(self, prefix: str, root: Path | None = None) -> None:
+        remove_stale(root or Path(tempfile.gettempdir()), prefix)
+        self._process = os.getpid()
+        self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{self._process}-", dir=root))
+        self._lock: FileLock | None = None
         with contextlib.suppress(OSError):  # the file system has no locks
-            lock = take_lock(Path(name, LOCK))
-        try:
-            yield Path(name)
-        finally:
-            if lock is not None:
-                lock.release()
+            self._lock = take_lock(self.path / LOCK)
+
+    def close(self) -> None:
+        """Delete the folder; may be called again. Does nothing in a forked child."""
+        if os.getpid() != self._process:
+            return
+        if self._lock is not None:
+            self._lock.release()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def remove_stale(root: Path, prefix: str) -> list[Path]:

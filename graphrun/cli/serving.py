@@ -237,14 +237,14 @@ def serve(
     _require_packages()
     from graphrun.serve.server import serve as run
     from graphrun.serve.settings import Settings, refuse_graphs
-    from graphrun.temporary import temporary_folder
+    from graphrun.temporary import TemporaryFolder
 
     if log not in ("text", "json"):
         raise InputError(f"--log {log!r} is not known; use text or json")
     access_settings = access.settings()
     refuse_graphs([load(path, options) for path in graphs])
     limit_settings = limits.settings()
-    with temporary_folder("graphrun-serve-") as folder:
+    with TemporaryFolder("graphrun-serve-") as folder:
         cache = cache_folder(options.no_cache) or folder / "cache"
         settings = Settings(
             graphs=tuple(graphs),

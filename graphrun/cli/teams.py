@@ -71,7 +71,7 @@ def check_json(solution: Solution | None, violations: list[dict[str, Any]]) -> d
     """Return what ``check --json`` prints: violations, or the figures of a valid plan."""
     if solution is None:
         return {"ok": False, "violations": violations}
-    slots, simulation = (*solution.plan.slots, *solution.plan.further_slots), solution.simulation
+    slots, simulation = solution.plan.all_slots, solution.simulation
     return {
         "ok": True,
         "violations": violations,

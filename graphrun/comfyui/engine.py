@@ -134,9 +134,7 @@ class LocalEngine:
         except Infeasible as error:
             raise DoesNotFit(refusal_text(error)) from None
         simulation = solution.simulation
-        weights_bytes = max(
-            slot.resident_bytes for slot in (*simulation.slots, *simulation.further_slots)
-        )
+        weights_bytes = max(slot.resident_bytes for slot in simulation.all_slots)
         workspace_bytes = solution.problem.hardware.workspace_bytes
         working_bytes = max(0, simulation.peak_bytes - weights_bytes) + workspace_bytes
         return PreparedRun(inputs, solution, weights_bytes, working_bytes)

@@ -166,6 +166,11 @@ class Plan:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     @property
+    def all_slots(self) -> tuple[Slot, ...]:
+        """The slots of the first run, then those of a further run."""
+        return (*self.slots, *self.further_slots)
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the text form, first 16 hexadecimal digits."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
@@ -257,7 +262,7 @@ def marked_text(plan: Plan, violations: Iterable[Violation]) -> str:
         reason = f"{violation.rule}: {violation.detail}"
         reasons.setdefault((violation.slot, violation.action), []).append(reason)
     lines = reasons.pop((-1, -1), [])
-    for number, slot in enumerate((*plan.slots, *plan.further_slots)):
+    for number, slot in enumerate(plan.all_slots):
         if not any(place[0] == number for place in reasons):
             continue
         for action, line in enumerate(slot_lines(slot), -1):
@@ -280,7 +285,7 @@ def plan_text(plan: Plan) -> str:
     lines += [f"copy {component} device{secondary}" for component, secondary in plan.copies]
     lines += [f"option {stage} {name}" for stage, name in plan.options]
     lines += [f"order {' '.join(plan.order)}"] if plan.order else []
-    for number, slot in enumerate((*plan.slots, *plan.further_slots)):
+    for number, slot in enumerate(plan.all_slots):
         lines += ["again"] if number == len(plan.slots) else []
         lines += slot_lines(slot)
     return "\n".join(lines)

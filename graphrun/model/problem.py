@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
@@ -512,6 +512,14 @@ class Problem:
     def demanded(self, component: str) -> frozenset[ComponentPlacement]:
         return frozenset(
             directive.placement for directive in self.directives if directive.component == component
+        )
+
+    def named_variants(self, names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+        """Return `Plan.variants` from ``names``, which has a variant for each component."""
+        return tuple(
+            (component.name, names[component.name])
+            for component in self.components
+            if len(component.variants) > 1
         )
 
     def usable(self, component: ComponentNumbers) -> tuple[int, ...]:

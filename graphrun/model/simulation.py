@@ -126,6 +126,11 @@ class Simulation:
     further_slots: tuple[SlotReport, ...] = ()
     further_seconds: float = 0.0
 
+    @property
+    def all_slots(self) -> tuple[SlotReport, ...]:
+        """The slots of the first run, then those of a further run."""
+        return (*self.slots, *self.further_slots)
+
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """Evictions, copies and reads of blocks, and calls, as in a `Trace`: by slot and start."""
@@ -173,17 +178,15 @@ class Simulation:
     @property
     def peak_bytes(self) -> int:
         """Highest peak of any slot of any run."""
-        return max((report.peak_bytes for report in (*self.slots, *self.further_slots)), default=0)
+        return max((report.peak_bytes for report in self.all_slots), default=0)
 
     @property
     def host_peak_bytes(self) -> int:
-        return max((report.host_bytes for report in (*self.slots, *self.further_slots)), default=0)
+        return max((report.host_bytes for report in self.all_slots), default=0)
 
     @property
     def pinned_peak_bytes(self) -> int:
-        return max(
-            (report.pinned_bytes for report in (*self.slots, *self.further_slots)), default=0
-        )
+        return max((report.pinned_bytes for report in self.all_slots), default=0)
 
     @property
     def compute_seconds(self) -> float:
@@ -216,7 +219,7 @@ class Simulation:
                 ),
             )
             for slot, nbytes, *reserved_secondary in zip(
-                (*self.slots, *self.further_slots), reserved_bytes, *on_secondaries, strict=True
+                self.all_slots, reserved_bytes, *on_secondaries, strict=True
             )
         ]
         return replace(

@@ -82,6 +82,11 @@ class Solution:
         return self.simulation.problem
 
     @property
+    def variant_names(self) -> dict[str, str]:
+        """The chosen variant of each component."""
+        return {component.name: component.variants[0].name for component in self.chosen.components}
+
+    @property
     def components(self) -> tuple[ComponentNumbers, ...]:
         """The components of the graph, each with its chosen variant; without copies."""
         return tuple(component for component in self.chosen.components if not component.copy_of)
@@ -92,7 +97,7 @@ class Solution:
         For a secondary device: the maximum over all slots, by ``deviceN`` and "".
         """
         excess: dict[tuple[str, str], int] = {}
-        for slot in (*self.simulation.slots, *self.simulation.further_slots):
+        for slot in self.simulation.all_slots:
             if slot.peak_bytes > self.problem.effective_bytes:
                 excess[slot.phase, slot.part] = max(
                     slot.pages_bytes, excess.get((slot.phase, slot.part), 0)

@@ -86,7 +86,7 @@ def _pairs_by_key(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> dict[Any, tuple
 
 def _places(solution: Solution) -> dict[tuple[str, str], str]:
     """Return the placement and the storage of each component in words, by phase that uses it."""
-    problem, slots = solution.chosen, (*solution.plan.slots, *solution.plan.further_slots)
+    problem, slots = solution.chosen, solution.plan.all_slots
     places = {}
     for component in problem.components:
         variant, streams = component.variants[0], phase_streams(slots, component.name)

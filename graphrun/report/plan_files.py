@@ -173,7 +173,7 @@ def refuse_large(sections: Sequence[tuple[Problem, Plan]], source: str = "") -> 
             "directives": [problem.directives],
             "permissions": [problem.allow],
             "pairs of ordered stages": [problem.precedence or ()],
-            "actions in one slot": [slot.actions for slot in (*plan.slots, *plan.further_slots)],
+            "actions in one slot": [slot.actions for slot in plan.all_slots],
         }
         for description, lists in short.items():
             count = max((len(entries) for entries in lists), default=0)

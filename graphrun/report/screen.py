@@ -310,10 +310,7 @@ def _secondaries(problem: Problem, simulation: Simulation) -> list[str]:
     ``problem`` may have several variants of a component; the simulation's variants count."""
     lines = []
     for number, secondary in enumerate(problem.secondaries, 1):
-        peak = max(
-            slot.secondary_peaks[number - 1]
-            for slot in (*simulation.slots, *simulation.further_slots)
-        )
+        peak = max(slot.secondary_peaks[number - 1] for slot in simulation.all_slots)
         names = computing_on(simulation.problem, number)
         lines.append(
             f"device{number} {secondary.hardware.name} ({secondary.hardware.basis})  budget "
@@ -550,10 +547,8 @@ def explain_screen(solution: Solution) -> str:
     then the basis of each number."""
     problem, plan, simulation = solution.chosen, solution.plan, solution.simulation
     lines = [_head(solution, simulation, None), ""]
-    clock, reports = 0.0, (*simulation.slots, *simulation.further_slots)
-    for number, (slot, report) in enumerate(
-        zip((*plan.slots, *plan.further_slots), reports, strict=True)
-    ):
+    clock, reports = 0.0, simulation.all_slots
+    for number, (slot, report) in enumerate(zip(plan.all_slots, reports, strict=True)):
         lines += ["", "every further run", ""] if number == len(plan.slots) else []
         title = f"{slot.phase} {slot.part}".strip() + (
             f" x{slot.calls}" if slot.part == "steady" else ""

@@ -95,10 +95,7 @@ def _secondaries(solution: Solution) -> list[dict[str, Any]]:
         {
             "hardware": secondary.hardware.name,
             **figures(secondary, "budget_bytes", "effective_bytes"),
-            "peak_bytes": max(
-                slot.secondary_peaks[number - 1]
-                for slot in (*simulation.slots, *simulation.further_slots)
-            ),
+            "peak_bytes": max(slot.secondary_peaks[number - 1] for slot in simulation.all_slots),
             "components": computing_on(solution.chosen, number),
         }
         for number, secondary in enumerate(solution.problem.secondaries, 1)

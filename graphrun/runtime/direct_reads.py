@@ -261,7 +261,6 @@ class DirectReads:
         read is done. Bytes behind the file's end are undefined. Raises ValueError for another view,
         the error of an earlier read, and RuntimeError after `close`.
         """
-        refuse_forked(self._process, "this reader of files", "make a new one")
         if (
             view.dtype != torch.uint8
             or tuple(view.shape) != (span.nbytes,)
@@ -295,12 +294,12 @@ class DirectReads:
 
         Raises the error of an earlier read, and RuntimeError after `close`.
         """
-        refuse_forked(self._process, "this reader of files", "make a new one")
         span_read, start = SpanRead(self), view.data_ptr()
         self._queue(span_read, [_Chunk(span_read, start, start + view.nbytes, write=write)])
         return span_read
 
     def _queue(self, span_read: SpanRead, chunks: Sequence[_Chunk]) -> None:
+        refuse_forked(self._process, "this reader of files", "make a new one")
         span_read._chunks_left = len(chunks)
         with self._changed_state:
             self._refuse_ended()

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import nn
 
 from graphrun.errors import GraphError, InputError
@@ -45,8 +44,7 @@ from graphrun.modules.source_files import Stored, file_stamp, origin_of, stored_
 from graphrun.modules.sources import FileSource, Writer
 from graphrun.reading import open_regular, parse_json
 from graphrun.runtime.devices.device import Device
-from graphrun.systems import take_lock
-from graphrun.temporary import LOCK, remove_stale
+from graphrun.temporary import TemporaryFolder, remove_stale
 from graphrun.units import GIB, PAGE_BYTES, show_size
 
 PREFIX = "graphrun-spool-"
@@ -72,9 +70,7 @@ class Spool:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self._root, self._keep, self._tell = root, keep, tell
-        self._folder: Path | None = None
-        self._lock: FileLock | None = None
-        self._process = os.getpid()
+        self._folder: TemporaryFolder | None = None
 
     def writer_for(
         self, module: nn.Module, numbers: ComponentNumbers, writer: Any, key: str = ""
@@ -155,18 +151,14 @@ class Spool:
 
     def close(self) -> None:
         """Delete the folder. Does nothing in a forked child."""
-        if self._folder is not None and os.getpid() == self._process:
-            if self._lock is not None:
-                self._lock.release()
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.close()
             self._folder = None
 
     def _create_folder(self) -> Path:
         if self._folder is None:
-            self.remove_stale()
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=self._root))
-            self._lock = take_lock(self._folder / LOCK)
-        return self._folder
+            self._folder = TemporaryFolder(PREFIX, self._root)
+        return self._folder.path
 
     def __del__(self) -> None:
         self.close()

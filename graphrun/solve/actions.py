@@ -59,11 +59,7 @@ def plan_of(
         else ()
     )
     pairs = zip(original.components, program.variant_choices, strict=True)
-    variants = tuple(
-        (component.name, variant_choice.variant.name)
-        for component, variant_choice in pairs
-        if len(component.variants) > 1
-    )
+    variant_names = {component.name: chosen.variant.name for component, chosen in pairs}
     end_blocks = _blocks(program, zero_counts, stay) if program.session else {}
     end_blocks_by_name = tuple(
         (program.problem.components[c].name, blocks) for c, blocks in end_blocks.items()
@@ -72,7 +68,7 @@ def plan_of(
     return Plan(
         original.digest,
         first,
-        variants,
+        original.named_variants(variant_names),
         tuple(options),
         tuple(order),
         further_slots,

@@ -96,7 +96,7 @@ def alternatives(
         for alternative, new_problem in problems
     ]
     candidates = (
-        _as_plan(solution, component, alternative, result)
+        _as_plan(solution, alternative, result)
         for alternative, result in results
         if result is not None
     )
@@ -139,23 +139,13 @@ def _with_other_variants(solution: Solution, component: ComponentNumbers) -> Ite
             yield Alternative("", variant.name, permission), replace(problem, components=components)
 
 
-def _as_plan(
-    solution: Solution, component: str, alternative: Alternative, result: Solution
-) -> Solution | None:
+def _as_plan(solution: Solution, alternative: Alternative, result: Solution) -> Solution | None:
     """Return ``result`` for the problem of ``solution``; None if the problem forbids it."""
     if alternative.permission:
         return None
-    variant_names = dict(result.plan.variants) | (
-        {component: alternative.variant} if alternative.variant else {}
-    )
-    variants = tuple(
-        (c.name, variant_names[c.name])
-        for c in solution.problem.components
-        if c.name in variant_names
-    )
-    # a plan names variants only of components that have several in its problem
-    result_with_names = replace(result, plan=replace(result.plan, variants=variants))
-    return carried_over(solution.problem, result_with_names, solution.bound_seconds)
+    variants = solution.problem.named_variants(result.variant_names)
+    plan = replace(result.plan, variants=variants)
+    return carried_over(solution.problem, replace(result, plan=plan), solution.bound_seconds)
 
 
 def _solved_alternative(

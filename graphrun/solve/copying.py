@@ -61,15 +61,10 @@ def copies_that_fit(problem: Problem) -> Iterator[ComponentCopies]:
 def _for_original(problem: Problem, solution: Solution, copies: ComponentCopies) -> Solution | None:
     """Return the plan of ``solution``, whose problem has ``copies``, for ``problem``."""
     original = split_as(problem, solution.problem)
-    names = {component.name: component.variants[0].name for component in solution.chosen.components}
     plan = replace(
         solution.plan,
         problem=original.digest,
         copies=tuple(copies),
-        variants=tuple(
-            (component.name, names[component.name])
-            for component in original.components
-            if len(component.variants) > 1
-        ),
+        variants=original.named_variants(solution.variant_names),
     )
     return checked_solution(original, plan, solution.bound_seconds, solution.objective_seconds)

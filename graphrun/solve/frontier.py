@@ -216,7 +216,7 @@ def _point(
     compute = simulation.compute_seconds + (problem.runs - 1) * sum(
         slot.compute_seconds for slot in simulation.further_slots
     )
-    slots = (*simulation.slots, *simulation.further_slots)
+    slots = simulation.all_slots
     peak_bytes = (
         max(slot.secondary_peaks[device - 1] for slot in slots) if device else simulation.peak_bytes
     )

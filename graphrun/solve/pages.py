@@ -151,14 +151,7 @@ def _on_first_device(problem: Problem, reference: Solution) -> Solution | None:
     solution, _ = within_pages(main_problem)
     if solution is None:
         return None
-    # a plan names the variants of components that have several in its problem
-    names = {component.name: component.variants[0].name for component in solution.chosen.components}
-    variants = tuple(
-        (component.name, names[component.name])
-        for component in problem.components
-        if len(component.variants) > 1
-    )
-    plan = replace(solution.plan, variants=variants)
+    plan = replace(solution.plan, variants=problem.named_variants(solution.variant_names))
     return carried_over(problem, replace(solution, plan=plan), reference.bound_seconds)
 
 
@@ -358,11 +351,7 @@ def _total_reduction(solution: Solution, reduction_bytes: int) -> int:
     fit.
     """
     budget = solution.problem.effective_bytes
-    exceeding_slots = [
-        slot
-        for slot in (*solution.simulation.slots, *solution.simulation.further_slots)
-        if slot.peak_bytes > budget
-    ]
+    exceeding_slots = [slot for slot in solution.simulation.all_slots if slot.peak_bytes > budget]
     excess_bytes = reduction_bytes + max(
         (slot.peak_bytes - budget for slot in exceeding_slots), default=0
     )
@@ -408,11 +397,7 @@ def with_page_overhead_of_minimum(problem: Problem, rounds: int | None = None) -
     if problem.counts_pages:
         unlimited = _without_budget(problem)
         minimum = _least(unlimited) if rounds is None else _small(unlimited, rounds)[0]
-    slots = (
-        (*minimum.simulation.slots, *minimum.simulation.further_slots)
-        if minimum is not None
-        else ()
-    )
+    slots = minimum.simulation.all_slots if minimum is not None else ()
     set_aside: dict[tuple[str, str], int] = {}
     for slot in slots:
         set_aside[slot.phase, slot.part] = max(

@@ -60,7 +60,7 @@ def test_solver_agrees_with_brute_force(seeds: range) -> None:
             continue
         plan, run = checked_optimum(instance, answer, choices[answer.number], best, seed)
         for number, secondary in enumerate(instance.secondaries):
-            peaks = [slot.secondary_peaks[number] for slot in (*run.slots, *run.further_slots)]
+            peaks = [slot.secondary_peaks[number] for slot in run.all_slots]
             assert max(peaks) == answer.rows.peak_bytes(number + 1) <= secondary.effective_bytes, (
                 seed
             )

@@ -20,7 +20,7 @@ def run(problem: Problem, text: str) -> Simulation:
 
 
 def spans(simulation: Simulation, slot: int, kind: str) -> list[tuple[str, float, float]]:
-    start = sum(report.seconds for report in (*simulation.slots, *simulation.further_slots)[:slot])
+    start = sum(report.seconds for report in simulation.all_slots[:slot])
     return [
         (e.detail, e.start_seconds - start, e.end_seconds - start)
         for e in simulation.events
