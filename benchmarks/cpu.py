@@ -17,8 +17,9 @@ after its cells.
     read       bytes that the process read from block devices
     peak       the most bytes that the kernel counted, without and with page cache
     reference  the pipeline with one block in memory at a time: its picture, its compute seconds
-    speed      FLOP/s of matrix products before and after a cell: other users of a rented machine
-               change it. graphrun is calibrated before each of its cells (not with --tiny, --trial)
+    speed      FLOP/s of matrix products and bytes per second of direct reads before and after a
+               cell: other users of a rented machine change them. graphrun is calibrated before each
+               of its cells (not with --tiny, --trial)
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from cpu_cell import read_bytes  # noqa: E402
+from cpu_cell import disk_rate, read_bytes  # noqa: E402
 from cpu_models import (  # noqa: E402
     FULL,
     GIB,
@@ -70,7 +71,7 @@ from graphrun.systems import forget_cached  # noqa: E402
 CELL = ROOT / "benchmarks/cpu_cell.py"
 LIMIT_SECONDS = 1200.0
 POLL_SECONDS = 0.05
-PROBE_SECONDS = 1.0
+PROBE_SECONDS, PROBE_BYTES = 1.0, 2 * 10**9
 REPEATS = 3
 SPARE_DISK_BYTES = 10**9
 # before a cell: a virtual machine returns freed memory to its host within seconds, and getting it
@@ -314,9 +315,11 @@ class Bench:
             calibrate = [sys.executable, "-m", "graphrun", "calibrate", "--device", "cpu"]
             subprocess.run(calibrate, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         command, speeds = [sys.executable, str(CELL), str(file)], [product_rate()]
+        disk_speeds = [disk_rate(folder, PROBE_BYTES)]
         time.sleep(REST_SECONDS if self.calibrates else 0)
         ended = run_limited(command, cap_bytes, self.limit_seconds, log)
         speeds.append(product_rate())
+        disk_speeds.append(disk_rate(folder, PROBE_BYTES))
         rows, message = _rows(events), _last_line(log) if ended.outcome == "failed" else ""
         shutil.rmtree(work)
         cell = {
@@ -330,6 +333,7 @@ class Bench:
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
             "machine": machine(),
             "speeds": [round(speed) for speed in speeds],
+            "disk_speeds": [round(speed) for speed in disk_speeds],
             "versions": TOOLS[tool].versions if tool in TOOLS else {},
         }
         if "digest" in cell and "digest" in reference:

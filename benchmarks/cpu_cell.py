@@ -88,8 +88,11 @@ def watch_steps(kind: Any, events: Events) -> None:
     kind.set_timesteps, kind.step = noted_timesteps, noted_step
 
 
-def disk_rate(folder: Path) -> float:
-    """Return bytes per second of direct reads of the weights in ``folder`` by two threads."""
+def disk_rate(folder: Path, most_bytes: int = RATE_BYTES) -> float:
+    """Return bytes per second of direct reads of the weights in ``folder`` by two threads.
+
+    ``most_bytes``: the bytes that are read if the weights have as many.
+    """
     from graphrun.runtime.direct_reads import DirectReads, MappedArena, Span, SpanRead
     from graphrun.units import PAGE_BYTES
 
@@ -100,7 +103,7 @@ def disk_rate(folder: Path) -> float:
         for file in sorted(folder.rglob("*.safetensors"))
         for start in range(0, file.stat().st_size, span_bytes)
         if (nbytes := min(span_bytes, file.stat().st_size - start) // PAGE_BYTES * PAGE_BYTES)
-    ][: RATE_BYTES // span_bytes]
+    ][: most_bytes // span_bytes]
     start, reads = time.perf_counter(), list[SpanRead]()
     with DirectReads(depth) as reader:
         for number, span in enumerate(spans):

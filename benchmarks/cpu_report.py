@@ -78,9 +78,12 @@ def limits(reference: Cell, cap_gib: float) -> tuple[float, float]:
     )
 
 
-def speed_of(cells: Sequence[Cell]) -> float | None:
-    """Return the median speed of the machine before and after ``cells``, in FLOP/s."""
-    speeds = [speed for cell in cells for speed in cell.get("speeds", ())]
+def speed_of(cells: Sequence[Cell], key: str = "speeds") -> float | None:
+    """Return the median speed of the machine before and after ``cells``.
+
+    ``key``: ``speeds``, of products in FLOP/s, or ``disk_speeds``, in bytes per second.
+    """
+    speeds = [speed for cell in cells for speed in cell.get(key, ())]
     return statistics.median(speeds) if speeds else None
 
 
@@ -103,6 +106,7 @@ HEADER = (
     "with page cache",
     "CPU",
     "TFLOP/s",
+    "disk, GB/s",
     "picture",
 )
 PLAN_HEADER = ("cap, GiB", "s", "planned s", "GB read", "planned GB", "peak, GiB", "planned GiB")
@@ -198,6 +202,7 @@ def _row(
         _number(median(ends, "usage_peak_bytes"), 2, GIB),
         f"{share:.0%}" if share else "",
         _number(speed_of(ends), 2, 1e12),
+        _number(speed_of(ends, "disk_speeds"), 2, 1e9),
         ", ".join(dict.fromkeys(_picture(cell, cells) for cell in ends)),
     ]
 
@@ -269,9 +274,9 @@ def page(cells: Sequence[Cell]) -> str:
         "cap next to the process. A row below 1.00 ran while the machine was faster (*TFLOP/s*).\n"
         "- *GB read*: bytes that the process had read from the disk. *peak*: the most anonymous, "
         "shared, locked and kernel bytes. *CPU*: the share of all cores during a step.\n"
-        "- *TFLOP/s*: the speed of the rented machine, by products before and after each run. "
-        "It varies, so graphrun was calibrated before each of its runs, and runs of graphrun and "
-        "mmap take turns. From 29 November 2026 on, graphrun's process asks for [pages of 2 "
+        "- *TFLOP/s*, *disk*: the speed of the rented machine, by products and direct reads before "
+        "and after each run. It varies, so graphrun was calibrated before each of its runs, and "
+        "runs of graphrun and mmap take turns. From 29 November 2026 on, graphrun's process asks for [pages of 2 "
         "MiB](cpu.md#plan-and-run), as its commands do.\n"
         "- *killed*: by the kernel, because of the cap. *picture*: *equal* is the reference's bit "
         "for bit; a difference is the largest of all pixels, of 0 to 1; "

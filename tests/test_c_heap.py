@@ -34,7 +34,7 @@ library.free.argtypes = [ctypes.c_void_p]
 def anonymous():
     rows = open("/proc/self/status").read().split()
     return 1024 * int(rows[rows.index("RssAnon:") + 1])
-events, first_events, takes = json.load(sys.stdin)
+events, first_events, takes, first, stays = json.load(sys.stdin)
 address, live, begin, peaks = ctypes.c_void_p(), {}, 0, [0]
 def allocate(key, nbytes):  # as PyTorch
     is_huge = os.environ["THP_MEM_ALLOC_ENABLE"] == "1" and nbytes >= 2 << 20
@@ -51,16 +51,18 @@ for key, nbytes in first_events:  # with objects that stay
         library.malloc(40)
     elif nbytes == 0:
         library.free(live.pop(key))
-fragments.take() if takes else trim_freed_memory()
+fragments.take(first=first) if takes else trim_freed_memory()
 begin = anonymous()
 for key, nbytes in events:
     if nbytes > 0:
         allocate(key, nbytes)
         peaks[-1] = max(peaks[-1], anonymous() - begin)
+        for number in range(stays):
+            library.malloc(40 + 70 * (number % 7))
     elif nbytes == 0:
         library.free(live.pop(key))
     else:
-        fragments.take() if takes else trim_freed_memory()
+        fragments.take(first=first) if takes else trim_freed_memory()
         peaks.append(0)
 trim_freed_memory()
 left_bytes = anonymous() - begin
@@ -100,17 +102,20 @@ def in_the_library(
     first_events: list[Event] | None = None,
     *,
     takes: bool = True,
+    first: bool = False,
+    stays: int = 0,
     padding: int = 0,
     huge_pages: bool = False,
 ) -> tuple[list[int], int, int]:
     """Return the peak of each call, and the bytes left before and after `HeapFragments.release`.
 
+    ``first``: the calls are first calls. ``stays``: objects that stay, made after each tensor.
     ``padding``: bytes of an environment variable, which moves all that the process allocates.
     ``huge_pages``: tensors ask for pages of 2 MiB.
     """
     result = subprocess.run(
         [sys.executable, "-c", REPLAY],
-        input=json.dumps([events, first_events or [], takes]),
+        input=json.dumps([events, first_events or [], takes, first, stays]),
         capture_output=True,
         text=True,
         check=True,
@@ -132,9 +137,10 @@ def highest_peak(events: list[Event], *, huge_pages: bool = False) -> int:
     )
 
 
-def modelled(events: list[Event]) -> list[int]:
+def modelled(events: list[Event], *, first: bool = False) -> list[int]:
     """Return the peak of each call."""
     heap, peaks = Heaps(), [0]
+    heap.in_first_call = first
     for key, nbytes in events:
         if nbytes > 0:
             heap.allocate(key, nbytes)
@@ -193,9 +199,30 @@ def test_a_trim_leaves_what_is_live_and_a_mapped_tensor_goes_at_once() -> None:
 def test_tensors_do_not_spread_over_a_heap_that_objects_part(huge_pages: bool) -> None:
     events = sdxl("unet")
     in_new_heap = highest_peak(events, huge_pages=huge_pages)
-    (spread_peak,), _, _ = in_the_library(events, events[1:], takes=False, huge_pages=huge_pages)
+    spread_peak = max(
+        in_the_library(
+            events, events[1:], takes=False, padding=number * 700, huge_pages=huge_pages
+        )[0][0]
+        for number in range(3)
+    )
     (compact,), left_bytes, freed_bytes = in_the_library(events, events[1:], huge_pages=huge_pages)
     assert spread_peak > 1.25 * compact
     assert compact < 1.1 * in_new_heap
     assert left_bytes < MIB  # taken ranges have no memory
     assert abs(freed_bytes) < MIB
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_objects_that_stay_hardly_part_the_tensors_of_a_first_call(huge_pages: bool) -> None:
+    """Tensors from 8 MiB on are mappings, so that no object lies between them."""
+    sizes = (24, 9, 17, 12, 30, 10)
+    events: list[Event] = [(0, -1)]
+    for number in range(60):
+        events.append((number + 1, sizes[number % len(sizes)] * MIB + 4096 * (number % 11)))
+        if number > 1:
+            events.append((number - 1, 0))
+    live_bytes = 3 * max(sizes) * MIB
+    (in_heap,), _, _ = in_the_library(events, stays=20, huge_pages=huge_pages)
+    (mapped,), _, _ = in_the_library(events, first=True, stays=20, huge_pages=huge_pages)
+    assert mapped < live_bytes < 0.8 * in_heap
+    assert mapped == pytest.approx(modelled(events, first=True)[0], rel=0.02)

@@ -29,6 +29,7 @@ SMALL_BYTES = MIB
 # The C library's heap, malloc/malloc.c of glibc 2.36 on 64-bit systems: the largest threshold of
 # mapping, reached once such tensors are released; room kept above the top; sizes of chunks.
 MAPPED_BYTES, TOP_BYTES = 32 * MIB, 128 * KIB
+FIRST_MAPPED_BYTES = 8 * MIB  # in first calls (`HeapFragments`)
 CHUNK_STEP, LEAST_CHUNK, LEAST_LARGE, MERGING_BYTES = 16, 32, KIB, 64 * KIB
 # Chunks up to these sizes are kept by size (tcache), or merged later (fast bins).
 LARGEST_KEPT, LARGEST_BIT = 1040, 128
@@ -90,8 +91,11 @@ class Heap:
     behind the aligned tensor. In a call, the first ``most_kept`` such bits of each size stay, and
     part the free ranges next to them; others are merged at the next large request. The smallest
     range that is large enough is taken, the last one freed among equals; without one, the heap
-    grows. Sizes above `MAPPED_BYTES` are mapped. Bytes count from the first write until a trim.
+    grows, or from ``mapped_bytes`` on the range is mapped. Bytes count from the first write until a
+    trim.
     """
+
+    mapped_bytes = MAPPED_BYTES
 
     def __init__(self, most_kept: int = 0, first_byte: int = 0) -> None:
         self._most_kept = most_kept
@@ -163,7 +167,7 @@ class Heap:
             self._add(begin + nbytes, begin + size)
             return begin, nbytes
         if self._end - self._top < nbytes + LEAST_CHUNK:
-            if nbytes >= MAPPED_BYTES:
+            if nbytes >= self.mapped_bytes:
                 nbytes = round_up(nbytes + CHUNK_STEP, PAGE_BYTES)
                 self._mapped_bytes += nbytes
                 return -1, nbytes
@@ -255,11 +259,12 @@ class Heaps:
     """The most that the C library's heap may take: one heap of each of the `BEGINNINGS`.
 
     Small objects, which part ranges too, and the ends of huge pages are not recorded:
-    `FRAGMENTS_SHARE` allows for them.
+    `FRAGMENTS_SHARE` allows for them. ``in_first_call``: in first calls more tensors are mapped.
     """
 
     def __init__(self) -> None:
         self._heaps = [Heap(*beginning) for beginning in BEGINNINGS]
+        self.in_first_call = False
 
     @property
     def used_bytes(self) -> int:
@@ -271,6 +276,7 @@ class Heaps:
 
     def allocate(self, key: int, nbytes: int) -> None:
         for heap in self._heaps:
+            heap.mapped_bytes = FIRST_MAPPED_BYTES if self.in_first_call else MAPPED_BYTES
             heap.allocate(key, nbytes)
 
     def release(self, key: int) -> None:

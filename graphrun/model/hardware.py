@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean, harmonic_mean
 from typing import Literal
 
 from graphrun.device_kinds import DeviceKind, kind_called
@@ -98,6 +99,15 @@ class ReadRates:
     computing_rate: float
     cpu_seconds: float
     start_seconds: float
+
+    def mean(self, other: ReadRates) -> ReadRates:
+        """Return the rates of half of all bytes at these and half at ``other`` rates."""
+        return ReadRates(
+            harmonic_mean((self.alone_rate, other.alone_rate)),
+            harmonic_mean((self.computing_rate, other.computing_rate)),
+            fmean((self.cpu_seconds, other.cpu_seconds)),
+            fmean((self.start_seconds, other.start_seconds)),
+        )
 
 
 # on the host, through which files are read into unified memory that is not a CPU's

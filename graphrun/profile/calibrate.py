@@ -40,6 +40,7 @@ from graphrun.systems import forget_cached
 from graphrun.units import MIB
 
 CalibrationDevice = str  # name of a kind whose `DeviceKind.calibration` is true
+MeasureReads = Callable[[Path, float], ReadRates]
 
 LINEAR_SHARE = 59.5 / (59.5 + 14.9)
 ALLOWED_SECONDS, CPU_SECONDS = 20.0, 60.0
@@ -60,15 +61,15 @@ def calibrate(
     name: str = "",
     allowed_seconds: float = ALLOWED_SECONDS,
     *,
-    reads: ReadRates | None = None,
+    measure_reads: MeasureReads | None = None,
     compiled: bool = False,
 ) -> tuple[Hardware, dict[str, float]]:
     """Measure this machine, and return a `Hardware` with basis ``measured`` and single figures.
 
-    Takes about ``allowed_seconds``, plus imports. ``folder``: on the disk to measure; not for a
-    CPU, whose rates of direct reads are ``reads`` (None: not measured). ``compiled``: also measure
-    `compiled_gain`, after the compiler is done. Raises InputError if there is no such device, or no
-    compiler for it.
+    Takes about ``allowed_seconds``, plus imports. ``folder``: on the disk to measure.
+    ``measure_reads``: measures direct reads for a CPU in a folder, within seconds (None: not
+    measured). ``compiled``: also measure `compiled_gain`, after the compiler is done. Raises
+    InputError if there is no such device, or no compiler for it.
     """
     device_kind = kind_called(kind)
     refuse_uncalibrated(kind)
@@ -78,7 +79,8 @@ def calibrate(
             "take --device cuda or cpu"
         )
     if device_kind.is_host:
-        return _calibrate_processor(name, allowed_seconds, reads, compiled=compiled)
+        read_rates = functools.partial(measure_reads, folder) if measure_reads else None
+        return _calibrate_processor(name, allowed_seconds, read_rates, compiled=compiled)
     # read before torch initializes the driver
     has_card = not device_kind.has_virtual_clock
     initial_used_bytes = cards_used_bytes() if has_card else {}
@@ -140,16 +142,26 @@ def refuse_uncalibrated(kind: str) -> None:
 
 
 def _calibrate_processor(
-    name: str, allowed_seconds: float, reads: ReadRates | None, *, compiled: bool
+    name: str,
+    allowed_seconds: float,
+    measure_reads: Callable[[float], ReadRates] | None,
+    *,
+    compiled: bool,
 ) -> tuple[Hardware, dict[str, float]]:
-    """Return the CPU of this machine, measured, and single figures."""
+    """Return the CPU of this machine, measured, and single figures.
+
+    Reads are measured before and after the rest, as the speed of a shared disk changes in a minute.
+    """
     base = replace(
         cpu_estimate(),
         name=name or MEASURED_CPU,
         first_touch_seconds=first_touch_seconds(allowed_seconds / 10),
     )
+    read_seconds = allowed_seconds / 30
+    first_reads = measure_reads(read_seconds) if measure_reads else None
     processor, figures = measured_cpu(base, allowed_seconds)
-    if reads is not None:
+    if measure_reads and first_reads:
+        reads = first_reads.mean(measure_reads(read_seconds))
         assert isinstance(processor.kernels, ProcessorRates)
         processor = replace(
             processor,
@@ -258,26 +270,22 @@ def measure_and_keep(
     name: str = "",
     allowed_seconds: float | None = None,
     *,
-    measure_reads: Callable[[Path, float], ReadRates] | None = None,
+    measure_reads: MeasureReads | None = None,
     compiled: bool = False,
 ) -> dict[str, Any]:
     """Calibrate, write the hardware profile to ``cache``, and return the results, JSON-ready.
 
     ``kind`` None: the card, else the processor. ``allowed_seconds`` None: `ALLOWED_SECONDS`, on a
-    CPU `CPU_SECONDS`. ``measure_reads``: measures the direct reads of a run on the CPU, in a folder
-    and within seconds. ``compiled``: as for `calibrate`. Raises InputError if ``name`` is the name
-    of a data-sheet estimate, or if the device cannot be measured.
+    CPU `CPU_SECONDS`. ``measure_reads``, ``compiled``: as for `calibrate`. Raises InputError if
+    ``name`` is the name of a data-sheet estimate, or if the device cannot be measured.
     """
     device_kind = kind_called(kind) if kind else _kind_here()
     kind, is_host = device_kind.name, device_kind.is_host
     allowed_seconds = allowed_seconds or (CPU_SECONDS if is_host else ALLOWED_SECONDS)
     profiles.refuse_taken(name)
     start = time.perf_counter()
-    reads = None
-    if is_host and measure_reads is not None:
-        reads = measure_reads(cache, allowed_seconds / 15)
     measured_hardware, figures = calibrate(
-        kind, cache, name, allowed_seconds, reads=reads, compiled=compiled
+        kind, cache, name, allowed_seconds, measure_reads=measure_reads, compiled=compiled
     )
     assumed = hardware.detect(device_kind)
     record = {

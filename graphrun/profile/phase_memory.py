@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from graphrun.model.allocator import Allocator, Counting, Heaps
 from graphrun.model.hardware import Hardware
 from graphrun.model.phase_trace import CALL, CallTrace, Item, PhaseTrace
+from graphrun.profile.corrections import generated_by
 from graphrun.profile.phase_traces import phase_traces_of
-from graphrun.profile.recording import Call, Recording
+from graphrun.profile.recording import Call, Kernel, Recording
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ def phase_memories_of(
     traces = phase_traces_of(recording, spans, hardware)
     replay = _TraceReplay(allocator(), recording.keeps_tensors, hardware.unified, returns=returns)
     entries, last_stage = recording.entries(), None
+    seen_kernels = set[Kernel]()
     for trace, (begin, end) in zip(traces, spans, strict=bool(traces)):
         replay.apply(trace, trace.prelude)
         stage = entries[begin][0]
@@ -61,6 +63,9 @@ def phase_memories_of(
             replay.lasting_keys |= {(id(call_trace), key) for key in call.lasting_keys}
         last_stage = stage
         replay.apply(trace, trace.first)
+        new_kernels = {kernel for call in calls for kernel in call.kernels} - seen_kernels
+        seen_kernels |= new_kernels
+        replay.phases[-1].first_bytes += sum(generated_by(k, hardware) for k in new_kernels)
         if trace.steady:
             replay.begin_steady()
             replay.apply(trace, trace.steady)
@@ -149,6 +154,8 @@ class _TraceReplay:
         """
         if self.trims:
             self.allocator.trim()
+        if isinstance(self.allocator, Heaps):
+            self.allocator.in_first_call = not self.is_steady
         base, persistent_keys = (
             self._offset,
             {key for call_id, key in self._persistent_keys if call_id == id(call)},

@@ -59,8 +59,9 @@ CORE_DEQUANTIZED_GGUF = 20e6
 # small blocks of FLUX and SDXL on an EPYC
 CPU_LAUNCH_SECONDS = 12e-6
 # Anonymous and kernel memory of a process that imported torch, diffusers and transformers; code
-# that oneDNN generates for kernels, and heaps of threads.
-PROCESS_BYTES, GENERATED_BYTES = 432 * MIB, 10 * MIB
+# that oneDNN generates for kernels, and heaps of threads. With AMX it generates more: 30 MiB were
+# measured for FLUX.1-schnell, 45 MiB for SDXL.
+PROCESS_BYTES, GENERATED_BYTES, AMX_GENERATED_BYTES = 432 * MIB, 10 * MIB, 40 * MIB
 # what the libraries of PyTorch built for CUDA add (2.14.1+cu130)
 CUDA_LIBRARIES_BYTES = 98 * MIB
 # Buffers that MKL keeps for products of matrices in fp32, after some of 2,048 rows and more: 15 to
@@ -186,7 +187,8 @@ def cpu_estimate() -> Hardware:
         device="cpu",
         capacity_bytes=total_ram_bytes(),
         context_bytes=process_bytes(),
-        workspace_bytes=GENERATED_BYTES + (0 if bfloat16_instructions() else PRODUCT_BUFFER_BYTES),
+        workspace_bytes=(AMX_GENERATED_BYTES if "amx_bf16" in features else GENERATED_BYTES)
+        + (0 if bfloat16_instructions() else PRODUCT_BUFFER_BYTES),
         h2d_bytes_per_second=5e9,
         pageable_bytes_per_second=5e9,
         d2h_bytes_per_second=5e9,

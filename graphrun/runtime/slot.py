@@ -170,7 +170,7 @@ class OpenSlot:
         """Call before each call into ``component``. Returns the mark at which the call starts."""
         self._entries[component] += 1
         for accelerator in self._device.all_devices:
-            accelerator.before_call()
+            accelerator.before_call(first=self.slot.part == "first")
         if component in self._streamers:
             self._streamers[component].begin_call()
         else:

@@ -127,7 +127,7 @@ def test_the_peak_is_without_the_workspace_that_calls_need(
         allocator.tensors = 20 * MIB
         allocator.reserve()
         for _ in range(calls):
-            device.before_call()
+            device.before_call(first=True)
         peaks.append(device.peak_bytes)
     assert peaks == [20 * MIB] * 4
 
@@ -150,7 +150,7 @@ def test_a_second_card_leaves_the_first_ones_workspace(monkeypatch: pytest.Monke
         workspaces[0] = 8 * MIB
         for _ in range(2):
             for card in cards:
-                card.before_call()
+                card.before_call(first=True)
         assert workspaces == {0: 9 * MIB, 1: 9 * MIB}
         assert [card._workspace_seen_bytes for card in cards] == [9 * MIB] * 2
         for card in cards:

@@ -262,7 +262,7 @@ class Card:
                 self.lasting_keys.add("values")
 
     def call(self, number: int, call: CallTrace) -> None:
-        self.device.before_call()
+        self.device.before_call(first=True)
         keys = {key for owner, key in self.lasting_keys - {"values"} if owner == number}
         for key, nbytes in call.events:
             if nbytes and key not in keys:

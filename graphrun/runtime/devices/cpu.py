@@ -245,14 +245,14 @@ class CpuDevice(Device):
     def release_cached(self) -> None:
         trim_freed_memory()
 
-    def before_call(self) -> None:
+    def before_call(self, *, first: bool) -> None:
         """Let the call's tensors lie side by side. Raises InputError in a forked process.
 
         Also returns freed memory to the system: without this, a denoising loop grows by about 10 MB
         per step.
         """
         self._refuse_forked()
-        self._fragments.take()
+        self._fragments.take(first=first)
 
     def _refuse_forked(self) -> None:
         refuse_forked(self._process, "the CPU's memory", "open the device and load weights")

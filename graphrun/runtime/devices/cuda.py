@@ -125,7 +125,7 @@ class CudaDevice(AcceleratorDevice):
         """Peak reserved bytes since `reset_peak`, without the workspaces of `before_call`."""
         return super().peak_bytes - self._workspace_seen_bytes
 
-    def before_call(self) -> None:
+    def before_call(self, *, first: bool) -> None:
         """Allocate the workspaces of cuBLAS and cuBLASLt, if `release_cached` freed them.
 
         Existing ones are freed first, to measure the bytes of new ones. PyTorch frees them for all

@@ -252,11 +252,11 @@ class Device(ABC):
     def release_cached(self) -> None:  # noqa: B027 (most devices need nothing)
         """Return cached memory without tensors to the device. Call after a barrier."""
 
-    def before_call(self) -> None:  # noqa: B027 (most devices need nothing)
+    def before_call(self, *, first: bool) -> None:  # noqa: B027 (most devices need nothing)
         """Bring memory other than tensors into the state that plans assume.
 
-        Called before each call into a component: releases freed host memory to the system, and
-        allocates the workspace of kernels.
+        Called before each call into a component (``first``: in a slot of first calls): releases
+        freed host memory to the system, and allocates the workspace of kernels.
         """
 
     @abstractmethod
