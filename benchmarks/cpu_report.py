@@ -122,7 +122,8 @@ def table(cells: Sequence[Cell]) -> str:
         if bound:
             speed = _number(speed_of([reference]), 2, 1e12) if reference else ""
             blanks = [""] * (HEADER.index("TFLOP/s") - 5)
-            limit = ["limit", f"{bound[0]:.1f}", "", f"{bound[1]:.2f}", *blanks, speed]
+            disk = _number(reference["disk_bytes_per_second"], 2, 1e9) if reference else ""
+            limit = ["limit", f"{bound[0]:.1f}", "", f"{bound[1]:.2f}", *blanks, speed, disk]
             rows.append([_cap(cap), *limit])
         for tool in TITLES:
             if group := [cell for cell in at_cap if cell["tool"] == tool]:
@@ -276,7 +277,8 @@ def page(cells: Sequence[Cell]) -> str:
         "shared, locked and kernel bytes. *CPU*: the share of all cores during a step.\n"
         "- *TFLOP/s*, *disk*: the speed of the rented machine, by products and direct reads before "
         "and after each run. It varies, so graphrun was calibrated before each of its runs, and "
-        "runs of graphrun and mmap take turns. From 29 November 2026 on, graphrun's process asks for [pages of 2 "
+        "runs of graphrun and mmap take turns. From 29 November 2026 on, graphrun's process asks "
+        "for [pages of 2 "
         "MiB](cpu.md#plan-and-run), as its commands do.\n"
         "- *killed*: by the kernel, because of the cap. *picture*: *equal* is the reference's bit "
         "for bit; a difference is the largest of all pixels, of 0 to 1; "

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from graphrun.model.allocator import FIRST_MAPPED_BYTES, MAPPED_BYTES
 from graphrun.systems import huge_pages_mode, tensors_get_huge_pages
 from graphrun.units import KIB, MIB, PAGE_BYTES
 
@@ -21,6 +20,9 @@ from graphrun.units import KIB, MIB, PAGE_BYTES
 # tensors, of which all together take little memory.
 LEAST_FRAGMENT_BYTES = 64 * KIB
 LARGEST_FRAGMENT_BYTES = 256 * MIB
+# Tensors of these sizes and more are mappings of their own: in all calls (the largest threshold of
+# malloc/malloc.c, which the library comes to once such a tensor is freed), and in first calls.
+MAPPED_BYTES, FIRST_MAPPED_BYTES = 32 * MIB, 8 * MIB
 # The library's cache: its largest chunks, the step between sizes, and how many of each it keeps.
 LARGEST_CACHED, CHUNK_STEP, MOST_CACHED = 1032, 16, 7
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # malloc.h
@@ -86,10 +88,7 @@ class HeapFragments:
             self._library.free(self._addresses.pop())
 
     def _map_from(self, nbytes: int) -> None:
-        """Let allocations of ``nbytes`` and more be mappings (mallopt(3)).
-
-        `MAPPED_BYTES` is what the library itself comes to, once a tensor of that size is freed.
-        """
+        """Let allocations of ``nbytes`` and more be mappings (mallopt(3))."""
         if self._library is not None:
             self._library.mallopt(M_MMAP_THRESHOLD, nbytes)
             self._library.mallopt(M_TRIM_THRESHOLD, 2 * MAPPED_BYTES)

@@ -90,7 +90,7 @@ RECORDED = [
     REFERENCE,
     cell("graphrun", 6, 90.0, run_seconds=80.0, run_read_bytes=70 * 10**9, planned_seconds=81.0)
     | {"basis": "measured", "planned_read_bytes": 71 * 10**9, "planned_peak_bytes": 2**30},
-    cell("graphrun", 6, 110.0, run=2),
+    cell("graphrun", 6, 110.0, run=2, disk_speeds=[0.8e9, 1e9]),
     cell("graphrun", 6, 100.0, run=3),
     cell("graphrun", 16, 50.0, speeds=[1e12, 1e12]),
     cell("mmap", 6, 200.0),
@@ -309,15 +309,15 @@ def test_a_cell_without_its_benchmark_ends_at_once(tmp_path: Path) -> None:
 def test_tables_have_medians_limits_and_plans(part: Any) -> None:
     """At 6 GiB 15 of 20 GiB are read by each call: 15 s, and the run 20 + 3 * 15 = 65 s."""
     lines = part("cpu_report").table(RECORDED).splitlines()
-    assert "| 6 | limit | 65.0 |  | 15.00 |  |  |  |  |  |  | 2.00 |  |" in lines
-    assert "| 16 | limit | 35.0 |  | 5.00 |  |  |  |  |  |  | 2.00 |  |" in lines
+    assert "| 6 | limit | 65.0 |  | 15.00 |  |  |  |  |  |  | 2.00 | 1.07 |  |" in lines
+    assert "| 16 | limit | 35.0 |  | 5.00 |  |  |  |  |  |  | 2.00 | 1.07 |  |" in lines
     assert (
         "| 6 | graphrun (3 runs) | 100.0 | 1.54 | 25.00 | 1.67 | 100.0 | 1.00 | 1.00 | 2.00 | 50% "
-        "| 2.00 | equal |" in lines
+        "| 2.00 | 0.90 | equal |" in lines
     )
     assert (
         "| 16 | graphrun | 50.0 | 1.43 | 12.50 | 2.50 | 50.0 | 1.00 | 1.00 | 2.00 | 50% "
-        "| 1.00 | equal |" in lines
+        "| 1.00 |  | equal |" in lines
     )
     assert "| 6 | accelerate `disk_offload` | killed |" in "\n".join(lines)
     assert lines[-1] == "| 6 | 80.0 | 81.0 | 70.00 | 71.00 | 1.000 | 1.000 |"

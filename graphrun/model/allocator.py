@@ -22,14 +22,14 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 from typing import Protocol
 
+from graphrun.c_heap import FIRST_MAPPED_BYTES, MAPPED_BYTES
 from graphrun.units import KIB, MIB, PAGE_BYTES, round_up
 
 ROUND_BYTES = 512
 SMALL_BYTES = MIB
-# The C library's heap, malloc/malloc.c of glibc 2.36 on 64-bit systems: the largest threshold of
-# mapping, reached once such tensors are released; room kept above the top; sizes of chunks.
-MAPPED_BYTES, TOP_BYTES = 32 * MIB, 128 * KIB
-FIRST_MAPPED_BYTES = 8 * MIB  # in first calls (`HeapFragments`)
+# The C library's heap, malloc/malloc.c of glibc 2.36 on 64-bit systems: room kept above the top;
+# sizes of chunks.
+TOP_BYTES = 128 * KIB
 CHUNK_STEP, LEAST_CHUNK, LEAST_LARGE, MERGING_BYTES = 16, 32, KIB, 64 * KIB
 # Chunks up to these sizes are kept by size (tcache), or merged later (fast bins).
 LARGEST_KEPT, LARGEST_BIT = 1040, 128

@@ -59,7 +59,7 @@ def plan_of(
         else ()
     )
     pairs = zip(original.components, program.variant_choices, strict=True)
-    variant_names = {component.name: chosen.variant.name for component, chosen in pairs}
+    variant_names = {component.name: variant.variant.name for component, variant in pairs}
     end_blocks = _blocks(program, zero_counts, stay) if program.session else {}
     end_blocks_by_name = tuple(
         (program.problem.components[c].name, blocks) for c, blocks in end_blocks.items()

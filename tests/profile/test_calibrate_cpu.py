@@ -252,10 +252,10 @@ def test_new_memory_is_written_in_at_most_half_of_what_is_available(
 def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: Hardware
 ) -> None:
-    measured = iter((ReadRates(2e9, 1.5e9, 0.02e-9, 1e-3), ReadRates(2e9, 0.5e9, 0.04e-9, 3e-3)))
+    read_rates = iter((ReadRates(2e9, 1.5e9, 0.02e-9, 1e-3), ReadRates(2e9, 0.5e9, 0.04e-9, 3e-3)))
 
     def measure(folder: Path, seconds: float) -> ReadRates:
-        return next(measured)
+        return next(read_rates)
 
     assert profiles.detect_cpu(tmp_path).basis == "data sheet"
     result = calibrate.measure_and_keep("cpu", tmp_path, measure_reads=measure)
@@ -268,7 +268,7 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
     assert 0 < profile.first_touch_seconds < 1e-7
     assert rates_of(profile).threads == torch.get_num_threads()
     assert result["figures"]["disk_alone_bytes_per_second"] == pytest.approx(2e9)
-    assert next(measured, None) is None, "reads are measured before and after the kernels"
+    assert next(read_rates, None) is None, "reads are measured before and after the kernels"
     assert not profiles.other_cpu_profiles(tmp_path)
 
     name, cores, features = processor._cpu_facts()
