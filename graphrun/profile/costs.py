@@ -23,7 +23,7 @@ On a CPU (`ProcessorRates`) times add up, since the same cores multiply and move
     attention        FLOPs, and elements of the queries
     elementwise      bytes read and written, at the rate of the operator; an RMS norm as the
                      operators of which it consists there
-    all              the time to launch them; and where a tensor has at least `REUSED_BYTES`, the
+    all              the time to launch them; and where a tensor has at least `MAPPED_BYTES`, the
                      time to get new memory from the kernel, page by page
 
 On a card, a call takes as long as its kernels, or as the host takes to launch them, if that is
@@ -37,20 +37,17 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from graphrun.c_heap import MAPPED_BYTES
 from graphrun.graph.precisions import GGUF_MIXES, ONLY_IN_FILES
 from graphrun.model.hardware import Hardware, ProcessorRates
 from graphrun.profile.corrections import CHANNEL_BLOCK
 from graphrun.profile.precision import ELEMENT_BYTES, dequantization_seconds
 from graphrun.profile.recording import KEY_MASKED, MASKED, RMS_NORM, Call, ConvolutionShape, Kernel
 from graphrun.profile.svdquant import FOUR_BIT_FACTOR, RANK
-from graphrun.units import KIB, MIB, round_up
+from graphrun.units import KIB, round_up
 
 TILE = 128
 
-# glibc keeps freed memory up to this size, its header included, for the next allocation; tensors of
-# this size and larger get new pages from the kernel (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c,
-# 64-bit).
-REUSED_BYTES = 32 * MIB
 # Products that add up fewer numbers per output compute faster: their weights stay in the cache.
 LONG_SUMS = 1024
 # Sizes of channels up to which they are copied to blocks of 16 channels at one rate: fewer lines of
@@ -252,7 +249,7 @@ def _rms_norm_work(elements: int, element_bytes: int, has_weight: int) -> dict[s
 
 def _new_bytes(*sizes: int) -> dict[str, float]:
     """Return the bytes of tensors of ``sizes`` that get new memory from the system each time."""
-    total_bytes = sum(nbytes for nbytes in sizes if nbytes >= REUSED_BYTES)
+    total_bytes = sum(nbytes for nbytes in sizes if nbytes >= MAPPED_BYTES)
     return {"new memory": float(total_bytes)} if total_bytes else {}
 
 
