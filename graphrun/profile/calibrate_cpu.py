@@ -34,6 +34,8 @@ from graphrun.units import GIB, MIB, PAGE_BYTES, round_up
 
 # rate of a class that takes no measurable time
 FASTEST = 1e14
+# most times the rate of products that convolutions reach: 392 and 370 GFLOP/s were measured in fp32
+FASTER_CONVOLUTION = 1.25
 DTYPES = ("bfloat16", "float32", "float16")
 # Tensors are read again after this many bytes of others, as in a model: caches have up to 500 MB.
 POOL_BYTES = GIB
@@ -411,7 +413,8 @@ def fitted_rates(
     """Return the rate of each class, and the relative error of each probe.
 
     ``work``: the amounts of each probe by class. ``seconds``: of each probe. ``blocks``: which
-    probes are blocks, and count `BLOCK_WEIGHT` times.
+    probes are blocks, and count `BLOCK_WEIGHT` times. Convolutions get at most `FASTER_CONVOLUTION`
+    times the rate of products: else copies of weights may explain all their seconds.
     """
     names = sorted({name for amounts in work for name in amounts})
     weights = numpy.array(
@@ -425,13 +428,25 @@ def fitted_rates(
     )
     scales = matrix.max(axis=0)
     factors = numpy.sqrt(weights)
-    inverse_rates, _ = nnls(matrix / scales * factors[:, None], factors)
+    columns = matrix / scales * factors[:, None]
+    inverse_rates, _ = nnls(columns, factors)
+    seconds_by_name = dict(zip(names, inverse_rates / scales, strict=True))
+    minimum = numpy.array([_least_seconds(name, seconds_by_name) for name in names]) * scales
+    inverse_rates = minimum + nnls(columns, factors - columns @ minimum)[0]
     errors = [float(share) - 1 for share in (matrix / scales) @ inverse_rates]
     rates = [
         min(FASTEST, scale / inverse if inverse else FASTEST)
         for scale, inverse in zip(scales.tolist(), inverse_rates.tolist(), strict=True)
     ]
     return dict(zip(names, rates, strict=True)), errors
+
+
+def _least_seconds(name: str, seconds_by_name: Mapping[str, float]) -> float:
+    """Return the least seconds of one unit of the class ``name``, by the rates of products."""
+    kind, _, dtype = name.partition(" ")
+    products = (f"{product} {dtype}".strip() for product in ("matmul", "short matmul"))
+    seconds = [seconds_by_name[product] for product in products if product in seconds_by_name]
+    return min(seconds, default=0.0) / FASTER_CONVOLUTION if kind == "convolution" else 0.0
 
 
 def measured_cpu(

@@ -42,6 +42,19 @@ def test_rates_are_those_that_give_the_probes_their_seconds() -> None:
     assert errors == pytest.approx([0, 0, 0])
 
 
+def test_convolutions_are_not_much_faster_than_products() -> None:
+    """The copies of weights could explain all seconds of these convolutions."""
+    work = [
+        {"matmul": 8e9},
+        {"convolution": 4e9, "weight copies": 4e7},
+        {"convolution": 8e9, "weight copies": 1e8},
+    ]
+    rates, errors = fitted_rates(work, [2.0, 2.0, 5.0])
+    assert (rates["matmul"], rates["convolution"]) == pytest.approx((4e9, 5e9))
+    assert rates["weight copies"] > 2e7
+    assert max(map(abs, errors)) < 0.1
+
+
 def cpu_of(features: str, monkeypatch: pytest.MonkeyPatch) -> Hardware:
     """Return the estimate of a CPU of two cores with these instruction sets."""
     monkeypatch.setattr(processor, "_cpu_facts", lambda: ("a CPU", 2, frozenset(features.split())))
