@@ -7,10 +7,10 @@ CPU:
     nf4    half a byte per element; one fp32 maximum per 64 elements; the 16 values of the code
     fp8    one byte per element, no statistics
 
-For files that are already quantized (GGUF, fp8 with scales) there is no formula: the layers are
-created on meta, and their bytes are summed. The formulas of SVDQuant are in
-`graphrun.profile.svdquant`. Only linear layers are quantized (`graphrun.modules.quantize`), without
-their biases.
+For quantized files that are here (GGUF, fp8 with scales) there is no formula: layers are created
+on meta, and their bytes are summed. A published GGUF file that is not here has the rows of its mix.
+The formulas of SVDQuant are in `graphrun.profile.svdquant`. Only linear layers are quantized
+(`graphrun.modules.quantize`), without their biases.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from graphrun.model.problem import BlockGroup
 from graphrun.modules.blocks import ALIGNMENT, BlockLayout, lay_out
 from graphrun.modules.build import held_meta_module, meta_module
 from graphrun.modules.contents import as_stored
-from graphrun.modules.quantize import convert, gguf_linear, quantizable_layers
+from graphrun.modules.quantize import gguf_linear, quantizable_layers
 from graphrun.modules.stored import local_weights
 from graphrun.modules.trees import weights_below
 from graphrun.profile import svdquant
@@ -128,6 +128,18 @@ def svdquant_bytes(
     return {
         id(tensor): layers.get(id(tensor), (tensor.nbytes,)) for tensor in weights_below(module)
     }
+
+
+def gguf_bytes(
+    module: nn.Module, rows: Mapping[str, tuple[str, int]]
+) -> dict[int, tuple[int, ...]]:
+    """Return `tensor_bytes` of ``module`` in a GGUF file; ``rows``: as of `convert`."""
+    weights = {name: module.get_parameter(name) for name in rows}
+    sizes = {
+        id(weight): (weight.shape[0] * row_bytes,)
+        for weight, (_, row_bytes) in zip(weights.values(), rows.values(), strict=True)
+    }
+    return {id(tensor): sizes.get(id(tensor), (tensor.nbytes,)) for tensor in weights_below(module)}
 
 
 def kept_elements(module: nn.Module) -> int:
@@ -251,13 +263,14 @@ class _PrecisionWeights(NamedTuple):
 
     ``module``: a meta module with them; None if formulas give their bytes. ``is_stored``: a file
     has them in this precision. ``rows``: type and bytes of a row of each GGUF weight; None for
-    other files. ``stated_bytes``: of a published file that is not here.
+    other files. ``stated_bytes``: of a published GGUF file that is not here; its ``rows`` give the
+    bytes of each weight.
     """
 
     module: nn.Module | None = None
     is_stored: bool = False
     rows: Mapping[str, tuple[str, int]] | None = None
-    stated_bytes: int = 0
+    stated_bytes: int | None = None
 
 
 def in_every_precision(
@@ -274,25 +287,34 @@ def in_every_precision(
     are quantized, the bytes come from the files.
     """
     profiles = [block_profile, *filter(None, [block_profile.layer_split])]
-    sizes = tensor_bytes(module, component.dtype) | _planned_only_bytes(component, module)
-    block_bytes = [
-        block_bytes_by_precision(profile.groups, profile_layouts, sizes)
-        for profile, profile_layouts in zip(profiles, layouts, strict=True)
-    ]
     layers = quantized_shapes(module, component.dtype)
     weights_by_name = {
         precision: _weights_in(precision, component, graph, layers)
         for precision in dict.fromkeys(component.precision)
     }
+    published_bytes = {
+        precision: gguf_bytes(module, weights.rows)
+        for precision, weights in weights_by_name.items()
+        if weights.rows is not None and weights.stated_bytes is not None
+    }
+    sizes = (
+        tensor_bytes(module, component.dtype)
+        | _planned_only_bytes(component, module)
+        | published_bytes
+    )
+    block_bytes = [
+        block_bytes_by_precision(profile.groups, profile_layouts, sizes)
+        for profile, profile_layouts in zip(profiles, layouts, strict=True)
+    ]
     for precision, weights in weights_by_name.items():
         for profile, bytes_by_precision in zip(profiles, block_bytes, strict=True):
             if weights.module is not None:
                 by_layer = profile is not block_profile
                 weight_layouts = block_layouts(weights.module, profile.groups, by_layer=by_layer)
+                bytes_by_precision[precision] = laid_out_bytes(profile.groups, weight_layouts)
+            if weights.stated_bytes is not None:
                 bytes_by_precision[precision] = _at_least(
-                    laid_out_bytes(profile.groups, weight_layouts),
-                    profile.groups,
-                    weights.stated_bytes,
+                    bytes_by_precision[precision], profile.groups, weights.stated_bytes
                 )
     dequantized = {
         precision: dequantization_bytes(
@@ -352,9 +374,7 @@ def _weights_in(
     if checkpoint is None or not is_gguf(precision):  # as quantized by a formula
         return _PrecisionWeights(is_stored=checkpoint is not None or precision in ONLY_IN_FILES)
     rows = expected_rows(component, precision, layers)
-    module = meta_module(component, graph.trust)
-    convert(module, precision, getattr(torch, component.dtype), rows)
-    return _PrecisionWeights(module, True, rows, checkpoint.nbytes)
+    return _PrecisionWeights(None, True, rows, checkpoint.nbytes)
 
 
 def _planned_only_bytes(

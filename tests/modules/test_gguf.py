@@ -21,10 +21,17 @@ import graphrun
 from graphrun.errors import GraphError
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component
+from graphrun.modules.blocks import lay_out
 from graphrun.modules.build import build, draft, held_meta_module, meta_module
 from graphrun.modules.gguf import dequantized, gguf_tensors, quantized_types, shape_of
+from graphrun.modules.quantize import convert
 from graphrun.profile.precision import flags
-from graphrun.profile.quantized import dequantization_bytes, expected_rows
+from graphrun.profile.quantized import (
+    dequantization_bytes,
+    expected_rows,
+    gguf_bytes,
+    quantized_shapes,
+)
 from graphrun.solve.infeasible import Infeasible
 from graphrun.verify.simulate import simulate
 
@@ -157,6 +164,21 @@ def test_a_plain_module_of_a_published_file_is_not_that_of_a_block() -> None:
     layers = {"proj_out": sizes, "single_transformer_blocks.0.proj_out": sizes}
     rows = expected_rows(component, "Q4_K_S", layers)
     assert rows == {"single_transformer_blocks.0.proj_out": ("Q4_K", 15360 // 256 * 144)}
+
+
+def test_bytes_of_a_published_file_are_those_of_its_layers() -> None:
+    graph = graphrun.load(GRAPHS / "flux-tiny.yaml")
+    component = graph.component("transformer")
+    module, converted = (meta_module(component, graph.trust) for _ in range(2))
+    paths = [name for name in quantized_shapes(module, component.dtype) if "single" in name]
+    rows = {name: ("Q8_0", module.get_parameter(name).shape[1] // 32 * 34) for name in paths}
+    convert(converted, "Q8_0", torch.bfloat16, rows)
+    sizes = gguf_bytes(module, rows)
+    layout = lay_out(module, [""])[""]
+    assert rows
+    assert [sizes[id(entry.tensor)] for entry in layout.entries] == [
+        (entry.nbytes,) for entry in lay_out(converted, [""])[""].entries
+    ]
 
 
 @pytest.mark.parametrize("kind", sorted(quantized_types()))
