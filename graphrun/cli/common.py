@@ -294,6 +294,16 @@ def native_stdout_to_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
+def prepare_to_plan() -> None:
+    """Set the environment of a process that plans, before it imports torch.
+
+    Planning compiles nothing: without dynamo, libraries import a second faster. It hardly computes
+    on the CPU: passive OpenMP threads sleep between operators, and do not spin.
+    """
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 @contextlib.contextmanager
 def solving() -> Iterator[None]:
     """Context of the solver: what its native code prints goes to stderr, and garbage is collected

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graphrun.cli.common import cache_folder, load, show, solving
+from graphrun.cli.common import cache_folder, load, prepare_to_plan, show, solving
 from graphrun.cli.options import PlanOptions, option
 from graphrun.cli.terminal import alive, width
 
@@ -64,6 +64,7 @@ def plan_cluster(
     from graphrun.report.screen import Look
 
     refuse_objective(objective or "throughput")
+    prepare_to_plan()
     cluster, pipeline_graph = open_cluster(file, options), load(graph, options)
     start = time.perf_counter()
     with (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from graphrun.cli.common import (
     cards_for,
     load,
     load_as_typed,
+    prepare_to_plan,
     solving,
     system_bytes,
     with_budget,
@@ -130,9 +130,8 @@ class GraphPlanner:
         downloads = [] if chooses_files else self._missing(graph)
         # outputs are cached by the content of the weights
         reuse = "none" if downloads or (chooses_files and self.to_run) else self.reuse
-        # planning compiles nothing; without dynamo the libraries import a second faster
         if not self.to_run:
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+            prepare_to_plan()
         precomputed = self._cached(graph, inputs, cards[0], reuse, options.allow or ())
         arguments = {
             **options.estimate_arguments,

@@ -15,6 +15,7 @@ from graphrun.cluster.placement import Objective, Placement
 from graphrun.cluster.stream import with_figures
 from graphrun.graph.graph import Graph
 from graphrun.model.problem import Problem
+from graphrun.temporary import temporary_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,19 @@ def place(
     gain of one more device of each class. ``budgets``: further arguments of `graphrun.estimate`
     that the cluster does not define. Raises Unplaceable if no devices can run all stages.
     """
+    if cache is None:  # else each device class would make its own dry run
+        with temporary_folder("graphrun-place-") as folder:
+            return place(
+                graph,
+                cluster,
+                objective=objective,
+                items=items,
+                inputs=inputs,
+                cache=folder,
+                gains=gains,
+                last_stage=last_stage,
+                **budgets,
+            )
     graph, inputs = graph.until(last_stage).for_first(inputs or {})
     planner = Planner(graph, items, cache, {**budgets, "inputs": inputs})
     stages, kinds = tuple(stage.name for stage in graph.stages), kinds_of(cluster)

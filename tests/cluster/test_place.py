@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from graphrun import store
 from graphrun.cluster import files
-from graphrun.cluster.columns import DeviceClass, Pricing
+from graphrun.cluster.columns import DeviceClass, Pricing, kinds_of
+from graphrun.cluster.machines import read_cluster
+from graphrun.cluster.place import place
 from graphrun.cluster.placement import Column, parse_placement
 from graphrun.errors import PlanError
+from graphrun.graph.loading import load
 from graphrun.profile.hardware_profiles import hardware
 from graphrun.report.plan_files import VERSION
 
@@ -196,3 +200,20 @@ def test_smaller_shares_of_memory_are_not_priced_for_a_spare_device() -> None:
     pricing.price_no_smaller_shares()
     assert [option.share for option in pricing.options(kind)] == [1.0]
     assert asked_shares == [1.0]
+
+
+def test_device_classes_share_a_dry_run_without_a_cache(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.write_text(TEXT.replace("4M", "6M", 1))
+    probed_names, probe = list[str](), store._probe
+    monkeypatch.setattr(
+        store,
+        "_probe",
+        lambda graph, *rest: (probed_names.append(graph.name), probe(graph, *rest))[1],
+    )
+    graph = load("flux-tiny")
+    machines = read_cluster(cluster, None)
+    assert len(set(kinds_of(machines).values())) > 1
+    place(graph, machines, gains=False, inputs={"steps": 2, "height": 32, "width": 32})
+    assert len(probed_names) == 1
