@@ -15,7 +15,7 @@ from graphrun.cluster.placement import Objective, Placement
 from graphrun.cluster.stream import with_figures
 from graphrun.graph.graph import Graph
 from graphrun.model.problem import Problem
-from graphrun.temporary import temporary_folder
+from graphrun.temporary import TemporaryFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def place(
     that the cluster does not define. Raises Unplaceable if no devices can run all stages.
     """
     if cache is None:  # else each device class would make its own dry run
-        with temporary_folder("graphrun-place-") as folder:
+        with TemporaryFolder("graphrun-place-") as folder:
             return place(
                 graph,
                 cluster,
