@@ -188,6 +188,19 @@ def test_the_allocators_limit_is_that_of_the_cap_or_of_the_plan(
         assert shares[-1] == 0.9
 
 
+def test_without_a_limit_of_the_backend_allocations_beyond_the_cap_are_refused() -> None:
+    device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
+    device.torch_device, device._own_bytes = torch.device("cpu"), Arenas()
+    device._is_asynchronous = device._has_counters = False
+    with device._checked(3 * MIB):
+        first = device.allocate(2 * MIB)
+        second = device.allocate(MIB)
+        with pytest.raises(torch.OutOfMemoryError, match="1 B on top of 3.00 MiB exceed"):
+            device.allocate(1)
+        assert (first.numel(), second.numel(), device.allocated_bytes) == (2 * MIB, MIB, 3 * MIB)
+    assert device.allocate(MIB).numel() == MIB
+
+
 def test_a_card_whose_properties_have_no_size_has_the_memory_that_it_reports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

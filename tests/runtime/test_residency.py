@@ -43,6 +43,7 @@ def test_building_the_arena_keeps_every_value_dtype_shape_and_tie(device: Simula
     assert torch.equal(module.order, Small().order), "a buffer that is not persistent counts too"
     assert module.head.weight is module.embed.weight
     assert not any(p.requires_grad for p in module.parameters()), "as in `Small`"
+    assert all(type(p) is torch.nn.Parameter for p in module.parameters()), "as code may ask"
 
 
 def test_the_arena_is_the_only_host_copy(device: SimulatedDevice) -> None:
