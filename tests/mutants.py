@@ -264,6 +264,9 @@ def main() -> None:
             shutil.copy(ROOT / name, Path(folder, name))
         os.chdir(folder)
         sys.path[:0], os.environ["PYTHONPATH"] = [folder], folder
+        # before libraries are imported, as in tests/conftest.py: forks hang with OpenMP's threads
+        os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        os.environ["OMP_NUM_THREADS"] = "1"
         for library in LIBRARIES:
             import_module(library)
         trace_end = start + 30 * options.minutes
