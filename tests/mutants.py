@@ -72,10 +72,10 @@ def places(file: str) -> dict[Place, list[Mutant]]:
         unread += filter(None, (getattr(node, name, None) for name in ("annotation", "returns")))
     spans = [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in unread]
     for node in ast.walk(tree):  # the * before keyword parameters, which is no product
-        if isinstance(node, ast.arguments) and node.kwonlyargs:
+        if isinstance(node, ast.arguments) and node.args:
             ends = [(n.end_lineno, n.end_col_offset) for n in (*node.args, *node.defaults)]
-            keyword = node.kwonlyargs[0]
-            spans.append((max(ends, default=(0, 0)), (keyword.lineno, keyword.col_offset)))
+            starts = [(n.lineno, n.col_offset) for n in node.kwonlyargs]
+            spans += [(max(ends), start) for start in starts[:1]]
     mutants, nodes = defaultdict[Place, list[Mutant]](list), [*ast_nodes(get_ast_from_path(file))]
     for name in OPERATORS:
         positions = get_operator(name)().mutation_positions
@@ -187,8 +187,8 @@ def nearest(
 def outcome_of(
     place: Place, mutant: Mutant, tests: list[str], seconds: int
 ) -> tuple[str, dict[str, Any]]:
-    """ "killed", "survived" or "unreached", and the mutant as a record. Tests that fail without the
-    change as well, by their limits for example, reach nothing."""
+    """Whether the mutant is killed, survived or unreached, and its record. Tests that also fail
+    without the change, by their limits for example, reach nothing."""
     operator, file = get_operator(mutant[0])(), Path(place[0])
 
     def is_passing() -> bool:
@@ -252,8 +252,8 @@ def main() -> None:
     parser.add_argument("tests", nargs="+", help="files")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=30)
-    parser.add_argument("--minutes", type=float, default=10, help="half of them for the trace")
-    parser.add_argument("--seconds", type=int, default=3, help="CPU time of a mutant's tests")
+    parser.add_argument("--minutes", type=float, default=10, help="half of them trace tests")
+    parser.add_argument("--seconds", type=int, default=3, help="CPU time of tests for a mutant")
     options = parser.parse_args()
     start = time.monotonic()
     end = start + 60 * options.minutes
