@@ -171,8 +171,8 @@ def nearest(
     or decorator, the function. All of them take at most ``limit`` seconds."""
     tree = ast.parse(Path(place[0]).read_text(encoding="utf-8"))
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    around = [n for n in statements if first_line(n) <= place[1] <= (n.end_lineno or 0)]
-    statement = max(around, key=first_line)
+    enclosing = [n for n in statements if first_line(n) <= place[1] <= (n.end_lineno or 0)]
+    statement = max(enclosing, key=first_line)
     span = range(first_line(statement), place[1] + 1)
     if isinstance(statement, ast.FunctionDef):
         span = range(statement.body[0].lineno, (statement.end_lineno or 0) + 1)

@@ -3,7 +3,7 @@ the host waits."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,6 @@ class TimedDevice:
     def __init__(self, waits: str) -> None:
         self.waits, self.now_seconds, self.copies_end_seconds = waits, 0.0, 0.0
         self.copy_counts = [0]
-        self._on = nullcontext
 
     def arena(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         assert (nbytes, pinned) == (PROOF_BYTES, True)
@@ -49,6 +48,9 @@ class TimedDevice:
         return SimpleNamespace(query=lambda: self.now_seconds >= end, synchronize=synchronize)
 
     def wait(self, stream: str, mark: Any) -> None: ...
+
+    def _on(self, stream: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def barrier(self) -> None:
         self.now_seconds = max(self.now_seconds, self.copies_end_seconds)
