@@ -214,6 +214,23 @@ def test_a_card_whose_properties_have_no_size_has_the_memory_that_it_reports(
         assert device._total_bytes == 24 * GIB
 
 
+def test_holders_are_the_live_blocks_largest_first_or_their_sum() -> None:
+    device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
+    device._own_bytes, device._has_counters = Arenas(), False
+    blocks = [
+        {"size": 1 * MIB, "state": "active_allocated"},
+        {"size": 4 * MIB, "state": "inactive"},
+        {"size": 2 * MIB, "state": "active_allocated"},
+    ]
+    device._backend = SimpleNamespace(function=lambda name: lambda: [{"blocks": blocks}])
+    assert device.holders() == ("2.00 MiB", "1.00 MiB")
+    device._backend = SimpleNamespace(function=lambda name: None)
+    assert device.holders() == ()
+    memory = torch.empty(3 * MIB, dtype=torch.uint8)
+    device._own_bytes.count("device", memory)
+    assert device.holders() == ("3.00 MiB",)
+
+
 def test_a_device_whose_events_have_no_time_still_has_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -95,6 +95,26 @@ def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(
     assert [id(t) for t in tensors(module)] == host
 
 
+def test_only_buffers_that_the_code_replaced_are_bound_again(device: SimulatedDevice) -> None:
+    module, residency = made(device)
+    with device.capped(1 << 30):
+        for path in PATHS:
+            residency.allocate(path)
+            device.barrier()
+            residency.load(path)
+        device.barrier()
+        buffers = dict(module.named_buffers())
+        residency.rebind()
+        assert all(buffer is buffers[name] for name, buffer in module.named_buffers())
+        replacement = module.wide[1].gain = buffers["wide.1.gain"] + 1
+        residency.rebind()
+        assert module.wide[1].gain is not replacement, "it is in the block's memory"
+        assert torch.equal(module.wide[1].gain.cpu(), replacement.cpu())
+        assert module.wide[2].gain is buffers["wide.2.gain"]
+        device.barrier()
+        residency.release()
+
+
 @pytest.mark.parametrize("rows", [slice(0, 96), slice(96, 192)], ids=["first", "second"])
 def test_a_write_to_either_half_of_a_tensors_data_is_detected(
     device: SimulatedDevice, rows: slice
