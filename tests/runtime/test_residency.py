@@ -95,6 +95,26 @@ def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(
     assert [id(t) for t in tensors(module)] == host
 
 
+def test_blocks_leave_a_device_when_their_module_is_placed_on_another(
+    device: SimulatedDevice,
+) -> None:
+    module, residency = made(device)
+    component = numbers("a", module, small_hardware())
+    with torch.device("meta"):
+        copy_on_meta = Residency(Small(), component, device, original=residency)
+    other_device = device_of(small_problem({"a": Small()}, [], small_hardware()))
+    with device.capped(1 << 30):
+        residency.allocate("wide.1")
+        residency.place(component, device)
+        assert device.allocated_bytes > 0, "it is there already"
+        copy_on_meta.place(component, other_device)
+        assert copy_on_meta.device is other_device
+        assert residency.backing_store.device is device, "a copy does not move its original"
+        residency.place(component, other_device)
+        assert device.allocated_bytes == 0
+        assert residency.device is residency.backing_store.device is other_device
+
+
 def test_only_buffers_that_the_code_replaced_are_bound_again(device: SimulatedDevice) -> None:
     module, residency = made(device)
     with device.capped(1 << 30):
