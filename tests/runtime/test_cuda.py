@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from mmap import PAGESIZE
@@ -214,6 +215,20 @@ def test_a_card_whose_properties_have_no_size_has_the_memory_that_it_reports(
         assert device._total_bytes == 24 * GIB
 
 
+@pytest.mark.parametrize(
+    ("counter", "is_counting"),
+    [(None, False), (lambda index: 0, False), (lambda index: MIB, True)],
+    ids=["no counter", "always 0", "counts"],
+)
+def test_a_counter_that_counts_no_tensor_is_not_used(
+    counter: Callable[[int], int] | None, is_counting: bool
+) -> None:
+    device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
+    device._index, device.torch_device = 0, torch.device("cpu")
+    device._backend = SimpleNamespace(function=lambda name: counter)
+    assert device._counts_memory() == is_counting
+
+
 def test_holders_are_the_live_blocks_largest_first_or_their_sum() -> None:
     device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
     device._own_bytes, device._has_counters = Arenas(), False
@@ -269,7 +284,8 @@ def test_memory_that_is_locked_at_allocation_begins_at_a_page(
     arena = device.arena(PAGESIZE + 5, pinned=True)
     assert (arena.numel(), arena.data_ptr() % PAGESIZE) == (PAGESIZE + 5, 0)
     assert device.arenas.nbytes("arenas") == PAGESIZE + 5
-    assert sizes == [2 * PAGESIZE + 5]
+    assert device._read_buffer(PAGESIZE).numel() == PAGESIZE
+    assert sizes == [2 * PAGESIZE + 5, 2 * PAGESIZE]
 
 
 def test_functions_are_tried_without_resetting_the_peaks_of_a_backend(
