@@ -25,6 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
@@ -120,6 +121,7 @@ class Recorder:
         self.seconds, self.counts = dict[str, float](), Counter[str]()
         for number in (signal.SIGPROF, signal.SIGALRM):
             signal.signal(number, lambda *_: pytest.skip(TOO_LONG))
+            os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
