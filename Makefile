@@ -48,12 +48,13 @@ sweep: $(STAMP)
 fuzz: $(STAMP)
 	$(BIN)/python tests/hostile/fuzzing.py $(if $(SEED),--seed=$(SEED)) $(if $(SEEDS),--seeds=$(SEEDS)) $(if $(MINUTES),--minutes=$(MINUTES))
 
-# Changes of a package, as PKG=verify, in one place each; those that no short test near it notices survive. SEED=7, COUNT=30, MINUTES=10, and
-# TESTS="tests/solve/test_check.py" for tests by hand. Written to benchmarks/results/mutants.json.
+# Changes of a package, as PKG=verify, in one place each; those that no short test near it notices survive. SEED=7, COUNT=30, MINUTES=10,
+# TEST_SECONDS=12 of tests for a change, and TESTS="tests/solve/test_check.py" for tests by hand. Written to benchmarks/results/mutants.json.
 mutants: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[mutants]"
 	files="$(or $(TESTS),$$($(BIN)/python tests/near.py $(PKG)))" && $(BIN)/python tests/mutants.py $(PKG) $$files \
-		$(if $(SEED),--seed=$(SEED)) $(if $(COUNT),--count=$(COUNT)) $(if $(MINUTES),--minutes=$(MINUTES))
+		$(if $(SEED),--seed=$(SEED)) $(if $(COUNT),--count=$(COUNT)) $(if $(MINUTES),--minutes=$(MINUTES)) \
+		$(if $(TEST_SECONDS),--seconds=$(TEST_SECONDS))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

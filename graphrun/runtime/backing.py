@@ -54,7 +54,7 @@ class _BlockRead:
     """
 
     buffer: torch.Tensor
-    number: int
+    number: int = 0
     marks: tuple[Mark, ...] = ()
     nbytes: int = 0
     join: Callable[[], None] = lambda: None
@@ -217,7 +217,7 @@ class Arena(BackingStore):
         self.pending.extend(self._layouts)
         if not self._pinned or self.memory is None:
             return
-        page_lock, device = _BlockRead(self.memory, 0), self.device
+        page_lock, device = _BlockRead(self.memory), self.device
 
         def job() -> None:
             self.pin()

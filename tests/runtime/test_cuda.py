@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from mmap import PAGESIZE
@@ -188,6 +189,19 @@ def test_the_allocators_limit_is_that_of_the_cap_or_of_the_plan(
         assert shares[-1] == 0.9
 
 
+def test_without_a_limit_of_the_backend_allocations_beyond_the_cap_are_refused() -> None:
+    device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
+    device.torch_device, device._own_bytes = torch.device("cpu"), Arenas()
+    device._is_asynchronous = device._has_counters = False
+    with device._checked(3 * MIB):
+        first = device.allocate(2 * MIB)
+        second = device.allocate(MIB)
+        with pytest.raises(torch.OutOfMemoryError, match="1 B on top of 3.00 MiB exceed"):
+            device.allocate(1)
+        assert (first.numel(), second.numel(), device.allocated_bytes) == (2 * MIB, MIB, 3 * MIB)
+    assert device.allocate(MIB).numel() == MIB
+
+
 def test_a_card_whose_properties_have_no_size_has_the_memory_that_it_reports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -199,6 +213,37 @@ def test_a_card_whose_properties_have_no_size_has_the_memory_that_it_reports(
     for properties in (SimpleNamespace(), SimpleNamespace(total_memory=0)):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, p=properties: p)
         assert device._total_bytes == 24 * GIB
+
+
+@pytest.mark.parametrize(
+    ("counter", "is_counting"),
+    [(None, False), (lambda index: 0, False), (lambda index: MIB, True)],
+    ids=["no counter", "always 0", "counts"],
+)
+def test_a_counter_that_counts_no_tensor_is_not_used(
+    counter: Callable[[int], int] | None, is_counting: bool
+) -> None:
+    device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
+    device._index, device.torch_device = 0, torch.device("cpu")
+    device._backend = SimpleNamespace(function=lambda name: counter)
+    assert device._counts_memory() == is_counting
+
+
+def test_holders_are_the_live_blocks_largest_first_or_their_sum() -> None:
+    device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
+    device._own_bytes, device._has_counters = Arenas(), False
+    blocks = [
+        {"size": 1 * MIB, "state": "active_allocated"},
+        {"size": 4 * MIB, "state": "inactive"},
+        {"size": 2 * MIB, "state": "active_allocated"},
+    ]
+    device._backend = SimpleNamespace(function=lambda name: lambda: [{"blocks": blocks}])
+    assert device.holders() == ("2.00 MiB", "1.00 MiB")
+    device._backend = SimpleNamespace(function=lambda name: None)
+    assert device.holders() == ()
+    memory = torch.empty(3 * MIB, dtype=torch.uint8)
+    device._own_bytes.count("device", memory)
+    assert device.holders() == ("3.00 MiB",)
 
 
 def test_a_device_whose_events_have_no_time_still_has_streams(
@@ -239,7 +284,8 @@ def test_memory_that_is_locked_at_allocation_begins_at_a_page(
     arena = device.arena(PAGESIZE + 5, pinned=True)
     assert (arena.numel(), arena.data_ptr() % PAGESIZE) == (PAGESIZE + 5, 0)
     assert device.arenas.nbytes("arenas") == PAGESIZE + 5
-    assert sizes == [2 * PAGESIZE + 5]
+    assert device._read_buffer(PAGESIZE).numel() == PAGESIZE
+    assert sizes == [2 * PAGESIZE + 5, 2 * PAGESIZE]
 
 
 def test_functions_are_tried_without_resetting_the_peaks_of_a_backend(

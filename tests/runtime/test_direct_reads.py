@@ -351,6 +351,36 @@ def test_a_read_into_memory_of_an_unfinished_read_waits_for_it(
     arena.close()
 
 
+def test_no_byte_of_a_span_is_read_twice(tmp_path: Path) -> None:
+    path, arena = file_of(tmp_path / "file", 5 * SMALL), MappedArena(4 * SMALL)
+    with DirectReads(threads=2, chunk_bytes=SMALL) as reads:
+        span = Span(str(path), SMALL, 5 * SMALL, 5 * SMALL)
+        reads.submit(span, arena.view(0, 4 * SMALL)).wait()
+    assert reads.bytes_read == 4 * SMALL
+    assert content(arena.view(0, 4 * SMALL), 4 * SMALL) == path.read_bytes()[SMALL:]
+    arena.close()
+
+
+def test_a_read_into_other_memory_begins_during_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, were_together = threading.Event(), list[bool]()
+
+    def read_at(file: Any, view: memoryview, offset: int) -> int:
+        has_begun.set()
+        return systems.read_at(file, view, offset)
+
+    monkeypatch.setattr(direct_reads, "read_at", read_at)
+    path, arena = file_of(tmp_path / "file", SMALL), MappedArena(2 * SMALL)
+    with DirectReads(threads=2) as reads:
+        reads.submit_write(
+            lambda: were_together.append(has_begun.wait(10)), arena.view(SMALL, SMALL)
+        )
+        reads.submit(Span(str(path), 0, SMALL, SMALL), arena.view(0, SMALL)).wait()
+    assert were_together == [True]
+    arena.close()
+
+
 def test_writes_are_in_the_order_of_reads_and_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from graphrun.model.problem import Problem
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow, refuse_unfit
 from graphrun.runtime.host import Host
+from graphrun.runtime.run import _cast
 from graphrun.trace import Trace
 from graphrun.verify.solution import solution_of
 
@@ -197,3 +198,17 @@ def test_host_memory_that_a_run_leaves_behind_breaks_the_plan_and_goes_when_its_
     host.residencies.clear()
     gc.collect()
     assert device.arenas.nbytes("arenas") == device.arenas.nbytes("pinned") == 0
+
+
+def test_a_component_in_another_dtype_gets_and_returns_tensors_of_the_graphs() -> None:
+    inputs = dict[str, Any]()
+
+    def proceed(*args: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        inputs.update(args=[tensor.dtype for tensor in args], mask=mask.dtype)
+        return [args[0] + 1, mask]
+
+    call = _cast(proceed, torch.bfloat16, torch.float32)
+    results = call(torch.ones(2, dtype=torch.bfloat16), mask=torch.ones(2, dtype=torch.bool))
+    assert inputs == {"args": [torch.float32], "mask": torch.bool}
+    assert [tensor.dtype for tensor in results] == [torch.bfloat16, torch.bool]
+    assert results[0].tolist() == [2.0, 2.0]

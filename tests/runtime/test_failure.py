@@ -172,6 +172,18 @@ def test_what_stays_on_the_device_after_a_run_is_named(case: Case) -> None:
     case.ends_clean()
 
 
+def test_the_module_that_keeps_a_tensor_on_the_device_is_named(case: Case) -> None:
+    module = case.modules["a"]
+    module.callback = lambda x: setattr(module.wide[1], "kept", x.clone())
+    try:
+        with pytest.raises(BrokenPlan, match=r"held by a\.wide\.1\.kept \(4\.00 KiB\)"):
+            case.run()
+    finally:
+        module.callback = None
+    del module.wide[1].kept
+    case.ends_clean()
+
+
 def test_reference_cycles_of_the_ops_code_do_not_keep_the_device(case: Case) -> None:
     class Node:
         def __init__(self, x: torch.Tensor) -> None:

@@ -25,8 +25,9 @@ from small_component import (
 )
 from stored_component import host_of, in_backing_store, saved
 
-from graphrun.errors import GraphrunError
+from graphrun.errors import GraphrunError, InputError
 from graphrun.model.hardware import Hardware
+from graphrun.runtime.host import Host
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
 
@@ -199,3 +200,15 @@ def test_memory_is_not_freed_while_it_is_page_locked(
     with pytest.raises(GraphrunError):
         run(case.problem, case.plan, host, device, case.calls)
     assert not locks.pending
+
+
+def test_a_host_is_restricted_to_components_that_it_has() -> None:
+    modules = {"a": Small(), "b": Small(1)}
+    problem = small_problem(modules, [[use(name, 1, ON)] for name in modules], ON)
+    host = Host(modules, problem, device_of(problem))
+    assert host.restricted_to(problem).residencies == host.residencies
+    part = replace(problem, components=problem.components[:1])
+    restricted_host = host.restricted_to(part)
+    assert restricted_host.residencies == {"a": host.residencies["a"]}
+    with pytest.raises(InputError, match="built for other blocks"):
+        restricted_host.restricted_to(problem)

@@ -181,20 +181,20 @@ def test_when_no_plan_fits_it_stops_with_finished_values_saved_and_named(
 ) -> None:
     problem, messages = roomy(whole), list[str]()
     with shrinking(whole, "transformer", 100_000, 2), pytest.raises(OutOfMemory) as error_info:
-        run(whole, problem, messages, tmp_path / "kept")
+        run(whole, problem, messages, tmp_path / "new" / "kept")
     assert not messages
     text = str(error_info.value)
     assert "no plan fits the remaining stages (nothing fits: " in text
-    assert f"finished values are saved in {tmp_path}/kept/values.safetensors: " in text
+    assert f"finished values are saved in {tmp_path}/new/kept/values.safetensors: " in text
     assert text.endswith(": denoise.latents after step 1 of 2, encode.embeds")
-    tensors = load_file(tmp_path / "kept" / "values.safetensors")
+    tensors = load_file(tmp_path / "new" / "kept" / "values.safetensors")
     # nothing is left behind by the failure
     embeds = whole.run(whole.problem, planned(whole.problem))
     assert np.array_equal(pixels(embeds.outputs["image"]), whole.image)
     assert {"encode.embeds.prompt_embeds", "encode.embeds.pooled_prompt_embeds"} <= tensors.keys()
     assert "denoise.latents after step 1 of 2" in tensors
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
-    assert [file.name for file in (tmp_path / "kept").iterdir()] == ["values.safetensors"]
+    assert [file.name for file in (tmp_path / "new" / "kept").iterdir()] == ["values.safetensors"]
     assert whole.device.allocated_bytes == 0
 
 

@@ -43,6 +43,7 @@ def test_building_the_arena_keeps_every_value_dtype_shape_and_tie(device: Simula
     assert torch.equal(module.order, Small().order), "a buffer that is not persistent counts too"
     assert module.head.weight is module.embed.weight
     assert not any(p.requires_grad for p in module.parameters()), "as in `Small`"
+    assert all(type(p) is torch.nn.Parameter for p in module.parameters()), "as code may ask"
 
 
 def test_the_arena_is_the_only_host_copy(device: SimulatedDevice) -> None:
@@ -92,6 +93,46 @@ def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(
         residency.evict("")
         assert device.allocated_bytes == 0
     assert [id(t) for t in tensors(module)] == host
+
+
+def test_blocks_leave_a_device_when_their_module_is_placed_on_another(
+    device: SimulatedDevice,
+) -> None:
+    module, residency = made(device)
+    component = numbers("a", module, small_hardware())
+    with torch.device("meta"):
+        copy_on_meta = Residency(Small(), component, device, original=residency)
+    other_device = device_of(small_problem({"a": Small()}, [], small_hardware()))
+    with device.capped(1 << 30):
+        residency.allocate("wide.1")
+        residency.place(component, device)
+        assert device.allocated_bytes > 0, "it is there already"
+        copy_on_meta.place(component, other_device)
+        assert copy_on_meta.device is other_device
+        assert residency.backing_store.device is device, "a copy does not move its original"
+        residency.place(component, other_device)
+        assert device.allocated_bytes == 0
+        assert residency.device is residency.backing_store.device is other_device
+
+
+def test_only_buffers_that_the_code_replaced_are_bound_again(device: SimulatedDevice) -> None:
+    module, residency = made(device)
+    with device.capped(1 << 30):
+        for path in PATHS:
+            residency.allocate(path)
+            device.barrier()
+            residency.load(path)
+        device.barrier()
+        buffers = dict(module.named_buffers())
+        residency.rebind()
+        assert all(buffer is buffers[name] for name, buffer in module.named_buffers())
+        replacement = module.wide[1].gain = buffers["wide.1.gain"] + 1
+        residency.rebind()
+        assert module.wide[1].gain is not replacement, "it is in the block's memory"
+        assert torch.equal(module.wide[1].gain.cpu(), replacement.cpu())
+        assert module.wide[2].gain is buffers["wide.2.gain"]
+        device.barrier()
+        residency.release()
 
 
 @pytest.mark.parametrize("rows", [slice(0, 96), slice(96, 192)], ids=["first", "second"])

@@ -34,6 +34,7 @@ def test_a_restored_value_is_computed_with_at_once() -> None:
         device.barrier()
         del tensor
         assert values.spill("embeds") == 64 * 4 + 2 * 4
+        assert device.arenas.nbytes("arenas") == 64 * 4, "the other tensor is on the host"
         device.barrier()
         values.release_originals()
         assert device.allocated_bytes == 0

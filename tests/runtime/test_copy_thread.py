@@ -1,0 +1,70 @@
+"""The copy stream of unified memory: a thread that reads files through two buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphrun.errors import InputError
+from graphrun.runtime.devices import copy_thread
+from graphrun.runtime.devices.copy_thread import CopyThread
+from graphrun.runtime.direct_reads import MappedArena, Span
+from graphrun.units import PAGE_BYTES
+
+Copies = list[Callable[[], None]]
+
+
+@pytest.fixture
+def unfinished_copies() -> Copies:
+    return []
+
+
+@pytest.fixture
+def thread(unfinished_copies: Copies, monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyThread]:
+    """Each buffer is a page. A copy is made when the host waits for it, as late as a device may."""
+    monkeypatch.setattr(copy_thread, "READ_BUFFER_BYTES", PAGE_BYTES)
+
+    def copy(target: torch.Tensor, buffer: torch.Tensor) -> Callable[[], None]:
+        def wait() -> None:
+            if wait in unfinished_copies:
+                unfinished_copies.remove(wait)
+                target.copy_(buffer)
+
+        unfinished_copies.append(wait)
+        return wait
+
+    thread = CopyThread(lambda nbytes: MappedArena(nbytes).view(0, nbytes), copy, nullcontext)
+    yield thread
+    thread.close()
+
+
+def test_a_buffer_is_read_into_after_the_copy_from_it(
+    thread: CopyThread, unfinished_copies: Copies, tmp_path: Path
+) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(torch.arange(6 * PAGE_BYTES // 4, dtype=torch.int32).numpy().tobytes())
+    target = torch.zeros(4 * PAGE_BYTES + 100, dtype=torch.uint8)
+    start, stop = PAGE_BYTES, PAGE_BYTES + target.numel()
+    thread.read([(Span(str(file), start, stop, stop), target)])
+    thread.finish()
+    assert len(unfinished_copies) == 2, "one from each buffer"
+    for wait in list(unfinished_copies):
+        wait()
+    assert bytes(target.numpy()) == file.read_bytes()[start:stop]
+
+
+def test_after_an_error_no_later_job_runs_and_each_raises_it(
+    thread: CopyThread, tmp_path: Path
+) -> None:
+    jobs_run = list[int]()
+    span = Span(str(tmp_path / "missing"), 0, PAGE_BYTES, PAGE_BYTES)
+    thread.read([(span, torch.zeros(PAGE_BYTES, dtype=torch.uint8))])
+    later_job = thread.submit(lambda: jobs_run.append(1))
+    with pytest.raises(InputError, match="missing can no longer be opened"):
+        later_job.result()
+    assert not jobs_run
+    thread.finish()  # raises nothing more
