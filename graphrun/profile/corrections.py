@@ -422,11 +422,10 @@ def cpu_scratch(kernel: Kernel, processor: ProcessorRates) -> int:
     return 0
 
 
-def generated_by(kernel: Kernel, hardware: Hardware) -> int:
+def generated_by(kernel: Kernel, processor: ProcessorRates) -> int:
     """Return the bytes that the first call of ``kernel`` takes besides its scratch."""
-    processor = hardware.kernels
     generates = kernel.kind in ("matmul", "convolution") and kernel.dtype == "bfloat16"
-    return GENERATED_BYTES if generates and getattr(processor, "amx", False) else 0
+    return GENERATED_BYTES if generates and processor.amx else 0
 
 
 def cpu_rms_norm_scratch(rows: int, elements: int, element_bytes: int, has_weight: int) -> int:

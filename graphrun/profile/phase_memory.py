@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from graphrun.model.allocator import Allocator, Counting, Heaps
-from graphrun.model.hardware import Hardware
+from graphrun.model.hardware import Hardware, ProcessorRates
 from graphrun.model.phase_trace import CALL, CallTrace, Item, PhaseTrace
 from graphrun.profile.corrections import generated_by
 from graphrun.profile.phase_traces import phase_traces_of
@@ -65,7 +65,10 @@ def phase_memories_of(
         replay.apply(trace, trace.first)
         new_kernels = {kernel for call in calls for kernel in call.kernels} - seen_kernels
         seen_kernels |= new_kernels
-        replay.phases[-1].first_bytes += sum(generated_by(k, hardware) for k in new_kernels)
+        if isinstance(hardware.kernels, ProcessorRates):
+            replay.phases[-1].first_bytes += sum(
+                generated_by(kernel, hardware.kernels) for kernel in new_kernels
+            )
         if trace.steady:
             replay.begin_steady()
             replay.apply(trace, trace.steady)

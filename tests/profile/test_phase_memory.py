@@ -3,16 +3,19 @@ where nothing is reserved."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
 from graphrun.model.allocator import Counting
+from graphrun.model.hardware import ProcessorRates
 from graphrun.profile.hardware import hardware
 from graphrun.profile.phase_memory import PhaseMemory, phase_memories_of
 from graphrun.profile.problems import phase_spans
-from graphrun.profile.recording import Call, MemoryEvent, Recording, StageEnd
+from graphrun.profile.processor import cpu_estimate
+from graphrun.profile.recording import Call, Kernel, MemoryEvent, Recording, StageEnd
 from graphrun.units import MIB
 
 UNIT = 512
@@ -132,3 +135,23 @@ def test_calls_that_are_not_repeated_count_as_if_they_were(seed: int, keeps: boo
     assert phase_memories_of(record, spans, hardware("sim")) == phase_memories_of(
         record, spans, hardware("sim"), Summing
     )
+
+
+def test_a_kernel_generated_for_amx_counts_in_the_first_phase_that_needs_it() -> None:
+    estimate = cpu_estimate()
+    assert isinstance(estimate.kernels, ProcessorRates)
+    small, large = (Kernel("matmul", "bfloat16", 1.0, 1, shape=(1, rows, 8, 8)) for rows in (8, 16))
+    record = Recording(
+        [
+            Call("a", kernels=[small, small]),
+            *[Call("b", kernels=[small, large]) for _ in range(2)],
+            StageEnd("stage"),
+            Call("a", kernels=[Kernel("matmul", "float32", 1.0, 1, shape=(1, 8, 8, 8)), small]),
+            StageEnd("stage"),
+        ]
+    )
+    for amx, generated in ((True, [1, 1, 0]), (False, [0, 0, 0])):
+        cpu = replace(estimate, kernels=replace(estimate.kernels, amx=amx))
+        memories = phase_memories_of(record, phase_spans(record.entries()), cpu)
+        assert [memory.first_bytes for memory in memories] == [count * MIB for count in generated]
+        assert all(memory.steady_bytes == 0 for memory in memories)
