@@ -3,6 +3,7 @@ device."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,21 +65,24 @@ def place(
     gain of one more device of each class. ``budgets``: further arguments of `graphrun.estimate`
     that the cluster does not define. Raises Unplaceable if no devices can run all stages.
     """
-    if cache is None:  # else each device class would make its own dry run
-        with TemporaryFolder("graphrun-place-") as folder:
-            return place(
-                graph,
-                cluster,
-                objective=objective,
-                items=items,
-                inputs=inputs,
-                cache=folder,
-                gains=gains,
-                last_stage=last_stage,
-                **budgets,
-            )
     graph, inputs = graph.until(last_stage).for_first(inputs or {})
-    planner = Planner(graph, items, cache, {**budgets, "inputs": inputs})
+    # without a cache, device classes share their dry run in a temporary one
+    folder = TemporaryFolder("graphrun-place-") if cache is None else contextlib.nullcontext(cache)
+    with folder as path:
+        planner = Planner(graph, items, path, {**budgets, "inputs": inputs})
+        return _placed(graph, cluster, planner, objective, items, gains=gains)
+
+
+def _placed(
+    graph: Graph,
+    cluster: Cluster,
+    planner: Planner,
+    objective: Objective,
+    items: int,
+    *,
+    gains: bool,
+) -> PlacedGraph:
+    """Return `place` of a graph whose columns ``planner`` prices."""
     stages, kinds = tuple(stage.name for stage in graph.stages), kinds_of(cluster)
     problem = planner.problem(next(iter(kinds.values())))
 

@@ -56,14 +56,18 @@ def test_the_arena_is_the_only_host_copy(device: SimulatedDevice) -> None:
     assert arena.numel() == sum(residency.nbytes(path) for path in PATHS)
 
 
+def load_all(residency: Residency, device: SimulatedDevice) -> None:
+    for path in PATHS:
+        residency.allocate(path)
+        device.barrier()
+        residency.load(path)
+    device.barrier()
+
+
 def test_loaded_blocks_equal_the_host_and_ties_hold_on_the_device(device: SimulatedDevice) -> None:
     module, residency = made(device)
     with device.capped(1 << 30):
-        for path in PATHS:
-            residency.allocate(path)
-            device.barrier()
-            residency.load(path)
-        device.barrier()
+        load_all(residency, device)
         assert all(t.device.type == "sim" for t in tensors(module))
         assert module.head.weight is module.embed.weight
         for name, tensor in Small().state_dict().items():
@@ -118,11 +122,7 @@ def test_blocks_leave_a_device_when_their_module_is_placed_on_another(
 def test_only_buffers_that_the_code_replaced_are_bound_again(device: SimulatedDevice) -> None:
     module, residency = made(device)
     with device.capped(1 << 30):
-        for path in PATHS:
-            residency.allocate(path)
-            device.barrier()
-            residency.load(path)
-        device.barrier()
+        load_all(residency, device)
         buffers = dict(module.named_buffers())
         residency.rebind()
         assert all(buffer is buffers[name] for name, buffer in module.named_buffers())
