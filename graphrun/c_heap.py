@@ -54,6 +54,7 @@ class HeapFragments:
         self._library = _c_library()
         self._addresses = list[int]()
         self._has_huge_pages = tensors_get_huge_pages()
+        self._has_taken = False
 
     def take(self, *, first: bool) -> None:
         """Return freed memory to the system, and take the free ranges.
@@ -65,6 +66,7 @@ class HeapFragments:
         library = self._library
         if library is None or not self._in_main_heap():
             return
+        self._has_taken = True
         self._map_from(FIRST_MAPPED_BYTES if first else MAPPED_BYTES)
         self._fill_cache()
         if self._has_huge_pages:  # PyTorch asks again for new tensors
@@ -80,6 +82,9 @@ class HeapFragments:
 
     def release(self) -> None:
         """Free the ranges. Where all memory has huge pages, the heap has them again."""
+        if not self._has_taken:
+            return
+        self._has_taken = False
         self._map_from(MAPPED_BYTES)
         if self._addresses and huge_pages_mode() == "always":
             self._advise(mmap.MADV_HUGEPAGE)
@@ -89,9 +94,10 @@ class HeapFragments:
 
     def _map_from(self, nbytes: int) -> None:
         """Let allocations of ``nbytes`` and more be mappings (mallopt(3))."""
-        if self._library is not None:
-            self._library.mallopt(M_MMAP_THRESHOLD, nbytes)
-            self._library.mallopt(M_TRIM_THRESHOLD, 2 * MAPPED_BYTES)
+        library = self._library
+        assert library is not None
+        library.mallopt(M_MMAP_THRESHOLD, nbytes)
+        library.mallopt(M_TRIM_THRESHOLD, 2 * MAPPED_BYTES)
 
     def _fill_cache(self) -> None:
         """Fill the library's cache of small chunks, so that it keeps none next to tensors.

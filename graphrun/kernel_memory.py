@@ -184,8 +184,9 @@ def group_bytes(group: GroupFolder) -> MemoryUse:
     stat = numbers((group.path / "memory.stat").read_text(encoding="utf-8"))
     if group.version == 2:
         anonymous, shared, cache = (stat.get(key, 0) for key in ("anon", "shmem", "file"))
-        parts = ("kernel_stack", "pagetables", "percpu", "sock", "vmalloc", "slab")
+        parts = ("kernel_stack", "pagetables", "percpu", "vmalloc", "slab")
         kernel = stat.get("kernel", sum(stat.get(key, 0) for key in parts))  # from Linux 5.18 on
+        kernel += stat.get("sock", 0)
         unevictable = stat.get("unevictable", 0)
     else:
         keys = ("total_rss", "total_shmem", "total_cache", "total_unevictable")

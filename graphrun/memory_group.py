@@ -80,7 +80,8 @@ class MemoryGroup:
         self._sampler: threading.Thread | None = None
         self._peak_file: int | None = None
         self._resettable, self._highest_bytes = False, 0
-        self._counted_bytes = self._usage_bytes = self._file_bytes = 0  # at the latest sample
+        # at the latest sample
+        self._counted_bytes = self._usage_bytes = self._file_bytes = self._unused_bytes = 0
         self._peak_bytes = self._usage_peak_bytes = 0
         self._seconds = SAMPLE_SECONDS
 
@@ -176,11 +177,13 @@ class MemoryGroup:
     def peak_bytes(self) -> int:
         """The most counted bytes since `reset_peak`, ``outside_bytes`` included.
 
-        The kernel's mark of the group's usage less the page cache, or a higher sample of
-        memory.stat. Without page cache the error is 64 pages for each CPU that the group runs on. A
-        peak between two samples may be wrong by the page cache that is read or dropped between
-        them. On version 2 before Linux 6.12, a peak below an earlier mark comes from samples.
-        ``usage_peak_bytes`` is an upper bound.
+        The kernel's mark of the group's usage less the page cache and freed parts of huge pages,
+        or a higher sample of memory.stat. A huge page stays in the usage until all of it is freed,
+        or until memory is short, when the kernel splits it (Transparent Hugepage Support, "Partial
+        unmap and deferred_split_folio()"). Without both the error is 64 pages for each CPU that the
+        group runs on. A peak between two samples may be wrong by the page cache that is read or
+        dropped between them. On version 2 before Linux 6.12, a peak below an earlier mark comes
+        from samples. ``usage_peak_bytes`` is an upper bound.
         """
         self._sample()
         return self.outside_bytes + self._peak_bytes
@@ -275,7 +278,7 @@ class MemoryGroup:
     def _sample(self) -> None:
         """Add what was in use since the last sample to the peaks."""
         with self._lock, contextlib.suppress(OSError):
-            mark_bytes = self._mark()
+            mark_bytes, earlier_bytes = self._mark(), number(self.group.current)
             use, usage_bytes = group_bytes(self.group), number(self.group.current)
             # Allocations go on between these reads, so their values are of different moments. The
             # page cache changes seldom: it grows if files are read, and shrinks if they are
@@ -283,8 +286,12 @@ class MemoryGroup:
             full = mark_bytes >= self.limit_bytes - self.outside_bytes - MIB
             evicted = full and use.file_bytes < self._file_bytes
             cache_bytes = use.file_bytes if evicted else max(self._file_bytes, use.file_bytes)
-            peak_bytes = mark_bytes - cache_bytes
+            # The least of this sample and the last one, as memory may be freed between these reads.
+            used_bytes = use.nbytes + use.file_bytes
+            unused_bytes = max(0, min(earlier_bytes, usage_bytes) - used_bytes)
+            peak_bytes = mark_bytes - cache_bytes - min(unused_bytes, self._unused_bytes)
             self._counted_bytes, self._file_bytes = use.nbytes, use.file_bytes
+            self._unused_bytes = unused_bytes
             self._usage_bytes = max(usage_bytes, use.nbytes)
             self._peak_bytes = max(self._peak_bytes, peak_bytes, self._counted_bytes)
             self._usage_peak_bytes = max(self._usage_peak_bytes, mark_bytes, self._usage_bytes)

@@ -140,7 +140,7 @@ def highest_peak(events: list[Event], *, huge_pages: bool = False) -> int:
 def modelled(events: list[Event], *, first: bool = False) -> list[int]:
     """Return the peak of each call."""
     heap, peaks = Heaps(), [0]
-    heap.in_first_call = first
+    heap.begin_call(first=first)
     for key, nbytes in events:
         if nbytes > 0:
             heap.allocate(key, nbytes)

@@ -18,8 +18,16 @@ import pytest
 from graphrun import memory_group
 from graphrun.c_heap import trim_freed_memory
 from graphrun.errors import InputError
-from graphrun.kernel_memory import GroupFolder, MemoryUse, current_group, group_bytes, process_bytes
+from graphrun.kernel_memory import (
+    GroupFolder,
+    MemoryUse,
+    current_group,
+    group_bytes,
+    number,
+    process_bytes,
+)
 from graphrun.memory_group import MemoryGroup, enforceable
+from graphrun.systems import huge_pages_mode
 from graphrun.units import MIB
 
 LIMIT = 128 * MIB
@@ -122,6 +130,34 @@ def test_page_cache_is_reclaimed_before_anything_is_killed(tmp_path: Path) -> No
         assert group.usage_peak_bytes > LIMIT // 2
         assert group.use().file_bytes > LIMIT // 2
         assert group.peak_bytes < group.outside_bytes + 16 * MIB
+
+
+HALVES = """block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.madvise(mmap.MADV_HUGEPAGE); block.write(bytes(size))
+    for begin in range(0, size, 2 << 20): block.madvise(mmap.MADV_DONTNEED, begin, 1 << 20)"""
+
+
+@enforced
+@pytest.mark.skipif(huge_pages_mode() in ("", "never"), reason="this system has no huge pages")
+def test_freed_halves_of_huge_pages_are_no_part_of_a_peak() -> None:
+    """Each page stays in the kernel's usage as a whole until memory is short."""
+    with (
+        MemoryGroup.create(LIMIT) as group,
+        waiting_child(
+            f"import mmap; kept = globals().setdefault('blocks', [])\n    {HALVES}\n"
+            "    kept.append(block)"
+        ) as child,
+    ):
+        group.enter(child.pid)
+        assert answer(child, 64 * MIB) == "done\n"
+        used_bytes = number(group.group.current) - group.use().nbytes
+        assert used_bytes > 28 * MIB
+        group.reset_peak()
+        before_bytes = group.peak_bytes
+        assert before_bytes - group.outside_bytes < 40 * MIB
+        assert answer(child, 40 * MIB) == "done\n"
+        assert abs(group.peak_bytes - before_bytes - 40 * MIB) < 4 * MIB
+        assert group.kills == 0
 
 
 @enforced

@@ -259,12 +259,11 @@ class Heaps:
     """The most that the C library's heap may take: one heap of each of the `BEGINNINGS`.
 
     Small objects, which part ranges too, and the ends of huge pages are not recorded:
-    `FRAGMENTS_SHARE` allows for them. ``in_first_call``: in first calls more tensors are mapped.
+    `FRAGMENTS_SHARE` allows for them.
     """
 
     def __init__(self) -> None:
         self._heaps = [Heap(*beginning) for beginning in BEGINNINGS]
-        self.in_first_call = False
 
     @property
     def used_bytes(self) -> int:
@@ -274,9 +273,13 @@ class Heaps:
             for heap in self._heaps
         )
 
+    def begin_call(self, *, first: bool) -> None:
+        """Let a component's ``first`` call map more tensors, as `HeapFragments.take` does."""
+        for heap in self._heaps:
+            heap.mapped_bytes = FIRST_MAPPED_BYTES if first else MAPPED_BYTES
+
     def allocate(self, key: int, nbytes: int) -> None:
         for heap in self._heaps:
-            heap.mapped_bytes = FIRST_MAPPED_BYTES if self.in_first_call else MAPPED_BYTES
             heap.allocate(key, nbytes)
 
     def release(self, key: int) -> None:

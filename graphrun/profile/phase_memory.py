@@ -158,7 +158,7 @@ class _TraceReplay:
         if self.trims:
             self.allocator.trim()
         if isinstance(self.allocator, Heaps):
-            self.allocator.in_first_call = not self.is_steady
+            self.allocator.begin_call(first=not self.is_steady)
         base, persistent_keys = (
             self._offset,
             {key for call_id, key in self._persistent_keys if call_id == id(call)},
