@@ -198,18 +198,13 @@ def find_near(
     (`graphrun.solve.pages.with_overheads`), which limits the plan; None: ``problem``. The solution
     is for ``problem``.
     """
-    # Sessions of many runs are solved run by run, which cannot start from ``previous``.
-    if previous.choice is None or many_runs(problem) or previous.solution.plan.splits:
+    if previous.choice is None or previous.solution.plan.splits:
         return None
     plan, split = previous.solution.plan, split_as(problem, previous.solution.problem)
     smaller_with_choices = _with_choices_of(split_as(smaller or problem, split), plan)
     programs = [stage_choice.program for stage_choice in stage_choices(smaller_with_choices)[0]]
     depth = max(BUFFERED_BLOCKS, int(previous.choice.depths.max()))
-    answer = choose(
-        [Formulation(program, depth=depth, neighbour=previous.choice) for program in programs],
-        COMMON_GOALS,
-    )
-    if answer is None:
+    if (answer := choose_for(programs, COMMON_GOALS, depth, previous.choice)) is None:
         return None
     near_plan = plan_of(answer.program, answer.choice, split, plan.options, plan.order)
     objective = answer.rows.seconds()

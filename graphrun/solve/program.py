@@ -232,6 +232,15 @@ class Choice:
     drops: tuple[int, ...]
     spills: tuple[bool, ...]
 
+    def blocks_in(self, intervals: slice) -> Choice:
+        """Return the choice with only the blocks of some ``intervals``."""
+        return replace(
+            self,
+            present=self.present[intervals],
+            loads=self.loads[intervals],
+            depths=self.depths[intervals],
+        )
+
 
 @dataclass(frozen=True)
 class Program:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -37,25 +38,40 @@ def choose_for(
     programs: Sequence[Program],
     goals: Sequence[Goal] = GOALS,
     depth: int = BUFFERED_BLOCKS,
+    neighbour: Choice | None = None,
 ) -> Answer | None:
     """Return `choose` over formulations of ``programs``.
 
     In a session of many runs, the further run is the best by ``goals``, and all runs together are
-    within MOST_GAP of the best.
+    within MOST_GAP of the best. With a ``neighbour``, they are solved run by run or not at all.
     """
-    answer = _in_turn(programs, goals, depth) if many_runs(programs[0].problem) else None
-    return answer or choose([Formulation(program, depth=depth) for program in programs], goals)
+    if many_runs(programs[0].problem):
+        answer = _in_turn(programs, goals, depth, neighbour)
+        if answer is not None or neighbour is not None:
+            return answer
+    formulations = [Formulation(program, depth=depth, neighbour=neighbour) for program in programs]
+    return choose(formulations, goals)
 
 
-def _in_turn(programs: Sequence[Program], goals: Sequence[Goal], depth: int) -> Answer | None:
+def _in_turn(
+    programs: Sequence[Program], goals: Sequence[Goal], depth: int, neighbour: Choice | None
+) -> Answer | None:
     """Solve the further run, then the first run.
 
     None if one has no answer, if they exceed a budget together, or if the first run may be much
     longer than the best one, for example with a variant that is slow to read.
     """
-    further_answer = choose(
-        [Formulation(program.single_run("further"), depth=depth) for program in programs], goals
-    )
+
+    def of_run(
+        program: Program, run: Literal["first", "further"], leaves: Sequence[int] = ()
+    ) -> Formulation:
+        length = program.run_length
+        intervals = slice(length) if run == "first" else slice(length, None)
+        run_neighbour = neighbour and neighbour.blocks_in(intervals)
+        single_run = program.single_run(run)
+        return Formulation(single_run, depth=depth, leaves=leaves, neighbour=run_neighbour)
+
+    further_answer = choose([of_run(program, "further") for program in programs], goals)
     if further_answer is None:
         return None
     program = program_of(
@@ -63,8 +79,7 @@ def _in_turn(programs: Sequence[Program], goals: Sequence[Goal], depth: int) -> 
         [(variant_choice.index,) for variant_choice in further_answer.program.variant_choices],
     )
     leaves = further_answer.choice.present[0].tolist()
-    first_formulation = Formulation(program.single_run("first"), depth=depth, leaves=leaves)
-    first = choose([first_formulation], goals)
+    first = choose([of_run(program, "first", leaves)], goals)
     if first is None:
         return None
     first_choice, further_choice = first.choice, further_answer.choice

@@ -12,7 +12,8 @@ from test_solve_oracle import random_problem
 from test_transitions import K, two_phases
 
 from graphrun.solve import linear
-from graphrun.solve.milp import Formulation
+from graphrun.solve.fastest import TOLERANCE, find, find_near
+from graphrun.solve.milp import NEAR, Formulation
 from graphrun.solve.orders import stage_choices
 from graphrun.solve.program import Choice, Program
 from graphrun.solve.rows import excess_bytes, rows_of
@@ -57,6 +58,22 @@ def test_further_runs_are_as_fast_and_move_as_little_as_in_one_program_of_both_r
     assert nbytes <= least_bytes or seconds < minimum * (1 - 1e-5)
     assert stepwise.bound <= joint.rows.seconds() * (1 + 1e-5)
     assert not excess_bytes(stepwise.program, stepwise.choice)
+
+
+def test_a_plan_near_another_is_near_it_in_both_runs() -> None:
+    problem = two_phases(9 * K)
+    previous = find(problem)
+    assert previous is not None
+    for budget_bytes in (8 * K, 6 * K):
+        result = find_near(replace(problem, budget_bytes=budget_bytes), previous)
+        assert result is not None
+        assert previous.choice is not None
+        assert result.choice is not None
+        assert abs(result.choice.present - previous.choice.present).max() <= NEAR
+        assert abs(result.choice.loads - previous.choice.loads).max() <= NEAR
+        assert result.seconds <= TOLERANCE * previous.seconds
+        assert result.solution.simulation.peak_bytes <= budget_bytes
+    assert find_near(replace(problem, budget_bytes=4 * K), previous) is None
 
 
 def further(program: Program, choice: Choice) -> tuple[float, int]:
