@@ -13,10 +13,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from graphrun.cluster.machines import Cluster, refuse_large
-from graphrun.cluster.placement import Assignment, Placement, column_of, parse_placement, violations
+from graphrun.cluster.placement import (
+    Assignment,
+    Column,
+    Placement,
+    column_of,
+    parse_placement,
+    violations,
+)
 from graphrun.cluster.stream import with_figures
 from graphrun.errors import PlanError
 from graphrun.limits import require
+from graphrun.model.plan import Plan
 from graphrun.model.problem import ValueNumbers
 from graphrun.reading import read_json
 from graphrun.report import plan_files
@@ -30,11 +38,11 @@ def is_placement(data: Any) -> bool:
 
 def save(path: Path, graph: Path, placement: Placement, summary: dict[str, Any]) -> None:
     """Write ``placement`` of the graph file ``graph`` to ``path``. Raises InputError."""
-    solutions = [
-        assignment.column.solution
+    problems = {  # equal devices share one
+        assignment.column.solution.plan.problem: assignment.column.solution.problem
         for assignment in placement.assignments
         if assignment.column.solution is not None
-    ]
+    }
     plan_files.write_json(
         path,
         {
@@ -45,9 +53,7 @@ def save(path: Path, graph: Path, placement: Placement, summary: dict[str, Any])
             "actions": str(placement).splitlines(),
             "stages": placement.stages,
             "values": [asdict(value) for value in placement.values],
-            "problems": {
-                solution.plan.problem: solution.problem.to_json() for solution in solutions
-            },
+            "problems": {digest: problem.to_json() for digest, problem in problems.items()},
         },
     )
 
@@ -73,18 +79,20 @@ def read(path: Path) -> tuple[Placement, dict[str, Any]]:
         )
         require("stages", len(stages), f"it has {len(stages):,} stages", kind=PlanError)
         require("entries", len(values), f"it has {len(values):,} values", kind=PlanError)
-        plan_files.refuse_large([(problems[plan.problem], plan) for _, _, plan in sections])
+        plans = {plan: problems[plan.problem] for _, _, plan in sections}  # of several devices each
+        plan_files.refuse_large([(problem, plan) for plan, problem in plans.items()])
         devices = {device.name: device for device in cluster.devices}
+        columns = dict[Plan, Column]()
+        for plan, problem in plans.items():
+            plan_files.refuse_violations(path, problem, plan)
+            columns[plan] = column_of(stages, values, solution_of(problem, plan))
         assignments = []
         for name, section_stages, plan in sections:
             for device_name in name.split("+"):
                 if device_name not in devices:
                     raise PlanError(f"there is no device {device_name}")
             main, *secondaries = (devices[device_name] for device_name in name.split("+"))
-            problem = problems[plan.problem]
-            plan_files.refuse_violations(path, problem, plan)
-            column = column_of(stages, values, solution_of(problem, plan))
-            assignments.append(Assignment(main, column, tuple(secondaries)))
+            assignments.append(Assignment(main, columns[plan], tuple(secondaries)))
             if assignments[-1].stages != section_stages:
                 raise PlanError(
                     f"the plan of {name} is for {' '.join(assignments[-1].stages)}, "

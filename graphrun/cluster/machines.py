@@ -14,8 +14,9 @@ links: [{between: [a, b], bytes_per_second: 1.2e9, seconds: 1e-4}]
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -188,7 +189,10 @@ def read_cluster(path: Path, cache: Path | None = None) -> Cluster:
     Raises GraphError with one line per problem: ``file:line: entry: what is wrong``."""
     document = read_document(path)
     spec = spec_of(ClusterSpec, document)
-    hosts = tuple(_host(name, host_spec, document, cache) for name, host_spec in spec.hosts.items())
+    profile = functools.cache(lambda name: hardware_called(name, cache))  # many hosts name the same
+    hosts = tuple(
+        _host(name, host_spec, document, profile) for name, host_spec in spec.hosts.items()
+    )
     links = tuple(
         Link(tuple(link.host_names), link.bytes_per_second, link.seconds) for link in spec.links
     )
@@ -206,7 +210,10 @@ def refuse_large(cluster: Cluster, location: str) -> None:
     require("entries", names, f"its links name {names:,} hosts", location)
 
 
-def _host(name: str, spec: HostSpec, document: Document, cache: Path | None) -> ClusterHost:
+def _host(
+    name: str, spec: HostSpec, document: Document, profile: Callable[[str], Hardware]
+) -> ClusterHost:
+    """Return a host. ``profile`` returns the hardware that a name stands for."""
     location = ("hosts", name)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
         document.add(
@@ -222,7 +229,7 @@ def _host(name: str, spec: HostSpec, document: Document, cache: Path | None) -> 
                 (*path, "id"), f"another device of this host has the number {device_spec.id}"
             )
         try:
-            hardware = hardware_called(device_spec.hardware, cache)
+            hardware = profile(device_spec.hardware)
         except InputError as error:
             document.add((*path, "hardware"), str(error))
             continue

@@ -27,6 +27,7 @@ from graphrun.cluster.place import place
 from graphrun.cluster.placement import Assignment, Placement, separable
 from graphrun.cluster.worker import Report, StageWorker
 from graphrun.errors import BrokenPlan, InputError, PlanError
+from graphrun.limits import LIMITS
 from graphrun.model.problem import ValueNumbers
 from graphrun.model.splits import computing_on
 from graphrun.profile.hardware_profiles import hardware
@@ -194,6 +195,23 @@ def test_a_device_that_waits_for_values_loads_meanwhile(
         starts = [slot.start_seconds for slot in lane.trace.slots]
         assert starts == sorted(starts)
         assert lane.start_seconds >= 0
+
+
+def test_equal_plans_of_a_file_are_counted_once(
+    flux: Any, cached_dry_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan for 128 devices has a few different plans, and its file is below every limit."""
+    path, texts = tmp_path / "plan.json", set[str]()
+    for count in (2, 4):
+        placement = placed(flux, 3, cached_dry_runs, (("encode", "denoise", "decode"),) * count)
+        files.save(path, GRAPH, placement, {})
+        assert files.read(path)[0] == placement
+        with monkeypatch.context() as patch:
+            patch.setattr(LIMITS, "block_calls", 1)
+            with pytest.raises(PlanError, match="its calls compute [0-9,]+ blocks") as raised:
+                files.read(path)
+        texts.add(str(raised.value))
+    assert len(texts) == 1
 
 
 @pytest.mark.sweep("more")
