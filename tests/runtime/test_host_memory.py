@@ -16,6 +16,7 @@ from small_component import (
     WIDE,
     Small,
     device_of,
+    in_layers,
     plain,
     plan_of,
     run,
@@ -27,6 +28,7 @@ from stored_component import host_of, in_backing_store, saved
 
 from graphrun.errors import GraphrunError, InputError
 from graphrun.model.hardware import Hardware
+from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem
 from graphrun.runtime.host import Host
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
@@ -212,3 +214,114 @@ def test_a_host_is_restricted_to_components_that_it_has() -> None:
     assert restricted_host.residencies == {"a": host.residencies["a"]}
     with pytest.raises(InputError, match="built for other blocks"):
         restricted_host.restricted_to(problem)
+
+
+def has_values_of(expected: Small, module: torch.nn.Module) -> bool:
+    values = module.state_dict()
+    return all(
+        torch.equal(values[name].cpu(), tensor) for name, tensor in expected.state_dict().items()
+    )
+
+
+def test_stores_that_the_plan_does_not_read_are_filled_before_the_run(tmp_path: Path) -> None:
+    problem = small_problem({}, [[use("a", 1, ON)], [use("b", 1, ON)]], ON)
+    filled_numbers = in_backing_store("pinned", "a", ON, read_seconds=())
+    problem = replace(problem, components=(filled_numbers, in_backing_store("pinned", "b", ON)))
+    device = device_of(problem)
+    folders = {name: saved(tmp_path / name) for name in ("a", "b")}
+    host = host_of(problem, folders, device)
+
+    def filled() -> list[str]:
+        stores = {name: residency.backing_store for name, residency in host.residencies.items()}
+        return [name for name, store in stores.items() if store.memory is not None]
+
+    assert filled() == ["a"]
+    assert has_values_of(Small(), host.modules["a"])
+    host.residencies["b"].prepare_reads()
+    host.residencies["b"].backing_store.finish_reads()
+    assert filled() == ["a", "b"]
+    host.finish()
+    assert filled() == ["a"], "the plan reads b, and has dropped it"
+    host.close()
+    assert filled() == []
+    assert device.arenas.nbytes("arenas") == 0
+    host.prepare(["b"])
+    assert filled() == []
+    host.prepare()
+    assert filled() == ["a"]
+
+
+def test_modules_that_are_passed_in_keep_their_weights() -> None:
+    problem = small_problem({}, [[use("a", 1, ON)]], ON)
+    problem = replace(problem, components=(in_backing_store("pinned", "a", ON),))
+    module = Small()
+    host = Host({"a": module}, problem, device_of(problem))
+    host.finish()
+    host.close()
+    assert has_values_of(Small(), module)
+
+
+def problem_in(backing_store: str) -> Problem:
+    problem = small_problem({}, [[use("a", 1, ON)]], ON)
+    return replace(problem, components=(in_backing_store(backing_store, "a", ON),))
+
+
+@pytest.mark.parametrize("backing_store", ["pinned", "disk"])
+def test_weights_stay_the_same_when_a_component_is_split_into_layers(
+    tmp_path: Path, backing_store: str
+) -> None:
+    problem = problem_in(backing_store)
+    (component,) = problem.components
+    device = device_of(problem)
+    host = host_of(problem, {"a": saved(tmp_path)}, device)
+    for numbers in (component, in_layers(component), component):
+        host.match_layout(replace(problem, components=(numbers,)))
+        residency = host.residencies["a"]
+        assert residency.granularity == numbers.granularity
+        residency.prepare_reads()
+        with device.capped(1 << 30):
+            paths = [path for group in numbers.groups for path in group.blocks]
+            for act in (residency.allocate, residency.load):
+                for path in paths:
+                    act(path)
+                device.barrier()
+            assert residency.loaded_bytes() > 0
+            assert has_values_of(Small(), residency.module)
+            residency.release()
+    assert device.arenas.nbytes("arenas") <= component.variants[0].host_bytes, "of one layout"
+
+
+def in_other_variant(component: ComponentNumbers) -> ComponentNumbers:
+    return replace(component, variants=(replace(component.variants[0], backing_store="pageable"),))
+
+
+def in_larger_blocks(component: ComponentNumbers) -> ComponentNumbers:
+    variant = component.variants[0]
+    block_bytes = tuple(nbytes + ALLOCATION_BYTES for nbytes in variant.block_bytes)
+    return replace(component, variants=(replace(variant, block_bytes=block_bytes),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "digest"),
+    [
+        ([], "of another graph"),
+        ([in_layers], "of another graph"),
+        ([in_other_variant], "0"),
+        ([in_layers, in_other_variant], "0"),
+        ([in_larger_blocks], "0"),
+    ],
+    ids=["graph", "graph and layers", "variant", "layers and variant", "bytes of blocks"],
+)
+def test_host_memory_is_of_one_graph_and_its_variants_and_blocks(
+    tmp_path: Path, changes: list[Callable[[ComponentNumbers], ComponentNumbers]], digest: str
+) -> None:
+    problem = problem_in("pinned")
+    host = host_of(problem, {"a": saved(tmp_path)}, device_of(problem))
+    assert host.fits(problem)
+    (component,) = problem.components
+    for change in changes:
+        component = change(component)
+    other_problem = replace(problem, components=(component,), graph_digest=digest)
+    assert not host.fits(other_problem)
+    with pytest.raises(InputError, match="built for another graph or other blocks"):
+        host.match_layout(other_problem)
