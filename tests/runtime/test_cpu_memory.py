@@ -34,6 +34,8 @@ def test_weights_are_capped_in_a_session(device: CpuDevice) -> None:
         assert device.allocate(0).numel() == 0
         with pytest.raises(torch.OutOfMemoryError, match=r"1 B on top of .* exceed the .* left"):
             device.allocate(1)
+    with pytest.raises(torch.OutOfMemoryError, match="the system refuses"):
+        device.allocate(1 << 60)
     pieces.append(device.allocate(PAGE_BYTES))
     assert device.allocated_bytes == allocated_bytes + 10 * MIB + PAGE_BYTES
     pieces.clear()

@@ -4,7 +4,7 @@ takes seconds. Plans know both."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from small_component import (
+    GROUPS,
     WIDE,
     Small,
     device_of,
@@ -27,10 +29,16 @@ from small_component import (
 from stored_component import host_of, in_backing_store, saved
 
 from graphrun.errors import GraphrunError, InputError
+from graphrun.graph.graph import Graph
+from graphrun.graph.loading import load
+from graphrun.graph.parts import Adapter
 from graphrun.model.hardware import Hardware
-from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem
+from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem, Use, Variant
+from graphrun.modules.blocks import lay_out
+from graphrun.modules.build import build
 from graphrun.runtime.host import Host
 from graphrun.trace import Trace
+from graphrun.units import round_up
 from graphrun.verify.simulate import simulate
 
 ON = replace(small_hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
@@ -325,3 +333,76 @@ def test_host_memory_is_of_one_graph_and_its_variants_and_blocks(
     assert not host.fits(other_problem)
     with pytest.raises(InputError, match="built for another graph or other blocks"):
         host.match_layout(other_problem)
+
+
+FLUX = load(Path(__file__).parents[2] / "graphs/flux-tiny.yaml")
+
+
+def host_of_encoder(
+    graph: Graph = FLUX,
+    modules: Mapping[str, torch.nn.Module] | None = None,
+    precision: str = "bfloat16",
+) -> Host:
+    """The host of ``graph`` for a plan that calls one text encoder."""
+    component = replace(graph.component("text_encoder"), dtype=precision)
+    nbytes = lay_out(build(component, graph), [])[""].nbytes
+    block_bytes = round_up(nbytes, ALLOCATION_BYTES)
+    variant = Variant(precision, "pinned", "device", (block_bytes,), (0.0,), block_bytes)
+    numbers = ComponentNumbers("text_encoder", 0, GROUPS[:1], (variant,))
+    problem = small_problem({}, [[Use("text_encoder", 1, (1,), (1.0,))]], ON)
+    problem = replace(problem, components=(numbers,))
+    return Host.of_graph(graph, problem, device_of(problem), modules)
+
+
+@pytest.fixture(scope="module")
+def flux_modules() -> dict[str, Any]:
+    return {name: build(component, FLUX) for name, component in FLUX.components.items()}
+
+
+def test_a_host_of_a_graph_has_the_weights_of_components_that_no_call_enters(
+    flux_modules: dict[str, Any],
+) -> None:
+    transformer = flux_modules["transformer"]
+    for modules in ({}, {"transformer": transformer}):
+        host = host_of_encoder(modules=modules)
+        assert host.residencies.keys() == {"text_encoder"}
+        assert host.loaded_bytes == 0
+        assert host.casts == {}
+        weight = host.tensor("transformer", "x_embedder.weight")
+        assert torch.equal(weight, transformer.x_embedder.weight)
+        for name, tensor in host.modules["text_encoder"].state_dict().items():
+            assert host.tensor("text_encoder", name).data_ptr() == tensor.data_ptr()
+        expected = flux_modules["text_encoder"].state_dict()
+        for name, tensor in host.modules["text_encoder"].state_dict().items():
+            assert torch.equal(tensor, expected[name])
+        assert host.parts.keys() == FLUX.parts.keys()
+        host.close()
+
+
+def test_a_host_of_a_graph_knows_which_components_the_plan_casts() -> None:
+    host = host_of_encoder(precision="float32")
+    assert host.casts == {"text_encoder": (torch.bfloat16, torch.float32)}
+    host.close()
+
+
+def test_a_lora_cannot_be_fused_into_a_module_that_is_passed_in(
+    tmp_path: Path, flux_modules: dict[str, Any]
+) -> None:
+    encoder, rank = flux_modules["text_encoder"], 2
+    host_of_encoder(modules={"text_encoder": encoder}).close()
+    name = next(name for name, _ in encoder.named_parameters() if name.endswith("q_proj.weight"))
+    width = encoder.get_parameter(name).shape[0]
+    key = name.removesuffix(".weight")
+    factors = {f"{key}.lora_A.weight": torch.ones(rank, width)}
+    factors[f"{key}.lora_B.weight"] = torch.ones(width, rank)
+    save_file(factors, tmp_path / "lora.safetensors")
+    adapter = Adapter(str(tmp_path / "lora.safetensors"))
+    component = replace(FLUX.component("text_encoder"), loras=(adapter,))
+    graph = replace(FLUX, components={**FLUX.components, "text_encoder": component})
+    with pytest.raises(InputError, match="text_encoder was passed in, but the graph fuses a LoRA"):
+        host_of_encoder(graph, {"text_encoder": encoder})
+
+
+def test_processes_need_a_component_that_they_can_divide() -> None:
+    with pytest.raises(InputError, match="no component whose sequence can be divided"):
+        host_of_encoder(replace(FLUX, processes=2))

@@ -122,6 +122,8 @@ def test_the_key_has_everything_that_the_weights_are_made_of(tmp_path: Path) -> 
     for source in (None, "owner/not-here"):
         assert weights_key(replace(component, source=source), "nf4", simulated()) == ""
     assert weights_key(replace(component, compile="blocks"), "nf4", simulated()) == keys[0]
+    missing_lora = replace(component, loras=(Adapter(str(tmp_path / "missing")),))
+    assert weights_key(missing_lora, "nf4", simulated()) == ""
     with_lora = replace(component, loras=(Adapter(str(lora)),))
     os.utime(lora, ns=(1, 1))
     assert weights_key(with_lora, "nf4", simulated()) not in keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from small_component import (
     small_problem,
     tensors,
 )
+from stored_component import in_backing_store, meta_module_and_writer, saved
 
 from graphrun.errors import InputError
 from graphrun.model.blocks import named
@@ -144,18 +146,27 @@ def put_another(block: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [add_in_place, put_another])
+@pytest.mark.parametrize("backing_store", ["", "pinned", "disk"])
 def test_what_the_code_writes_to_a_buffer_outlives_an_eviction(
-    device: SimulatedDevice, change: Callable[[Any], None]
+    device: SimulatedDevice, tmp_path: Path, backing_store: str, change: Callable[[Any], None]
 ) -> None:
-    module, residency = made(device)
+    """``backing_store``: of weights in files; "": the module brings them."""
+    if backing_store:
+        module, writer = meta_module_and_writer(saved(tmp_path))
+        component = in_backing_store(backing_store, "a", small_hardware())
+        residency = Residency(module, component, device, writer)
+        residency.prepare_reads()
+    else:
+        module, residency = made(device)
     expected, other_expected = Small().wide[1].gain + 1, Small().wide[2].gain
     with device.capped(1 << 30):
         load_all(residency, device)
         change(module.wide[1])
         device.barrier()
         residency.release()
-        assert torch.equal(module.wide[1].gain, expected)
-        assert torch.equal(module.wide[2].gain, other_expected)
+        if not backing_store:
+            assert torch.equal(module.wide[1].gain, expected)
+            assert torch.equal(module.wide[2].gain, other_expected)
         load_all(residency, device)
         assert module.wide[1].gain.device.type == "sim"
         assert torch.equal(module.wide[1].gain.cpu(), expected)
@@ -180,12 +191,13 @@ def test_loaded_blocks_wait_on_the_device_while_another_dtype_is_active(
 ) -> None:
     module, residency = made(device)
     with device.capped(1 << 30):
-        load_all(residency, device)
-        loaded_bytes, copies = residency.loaded_bytes(), device.machine.copies_in
+        load_all(residency, device, PATHS[1:])
         residency.deactivate()
+        load_all(residency, device, PATHS[:1])
+        loaded_bytes, copies = residency.loaded_bytes(), device.machine.copies_in
         assert all(tensor.device.type == "cpu" for tensor in tensors(module))
-        assert residency.loaded_bytes() == loaded_bytes
         residency.activate()
+        assert residency.loaded_bytes() == loaded_bytes
         assert all(tensor.device.type == "sim" for tensor in tensors(module))
         assert torch.equal(module.wide[3].expand.weight.cpu(), Small().wide[3].expand.weight)
         assert device.machine.copies_in == copies
@@ -276,6 +288,7 @@ def test_a_write_to_any_tensor_is_detected_by_at_most_eight_of_its_words(
     device: SimulatedDevice,
 ) -> None:
     module, residency = made(device)
+    assert not residency.changed(), "nothing is noted"
     residency.note_contents()
     for tensor in tensors(module):
         tensor.data += 1
@@ -311,6 +324,25 @@ def test_a_module_that_is_not_on_the_cpu_is_refused(device: SimulatedDevice) -> 
     module = Small().to("meta")
     with pytest.raises(InputError, match="on meta; pass it in on the CPU"):
         Residency(module, numbers("a", module, small_hardware()), device)
+
+
+@pytest.mark.parametrize("backing_store", ["disk", "file"])
+def test_a_module_with_weights_is_not_read_from_files(
+    device: SimulatedDevice, backing_store: str
+) -> None:
+    component = in_backing_store(backing_store, "a", small_hardware())
+    with pytest.raises(InputError, match="a was passed in, but the plan reads it from"):
+        Residency(Small(), component, device)
+
+
+def test_blocks_are_compiled_alone(device: SimulatedDevice) -> None:
+    module = Small()
+    component = numbers("a", module, small_hardware())
+    module.wide[1].compile()
+    Residency(module, component, device)
+    module.thin.compile()
+    with pytest.raises(InputError, match="a: thin.0 is moved by itself, but is a part of what is"):
+        Residency(module, component, device)
 
 
 def test_blocks_are_named_in_call_order() -> None:

@@ -160,6 +160,12 @@ def test_files_leave_a_margin_of_the_disk_free(
     assert len(spool.files) == 1 - missing_bytes
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "key.safetensors").mkdir()
+    with pytest.raises(InputError, match=r"a cannot be written to .*/key.safetensors: Is a dir"):
+        kept(Spool(keep=tmp_path), "key")
+
+
 @pytest.mark.parametrize("key", ["", "key"])
 def test_weights_are_written_unless_files_have_them_as_needed(tmp_path: Path, key: str) -> None:
     """A key without a folder for kept files changes nothing."""
