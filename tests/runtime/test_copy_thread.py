@@ -85,6 +85,6 @@ def test_closing_waits_for_the_job_that_runs_and_cancels_the_others(thread: Copy
     timer = threading.Timer(0.1, resume.set)
     timer.start()
     thread.close()
-    timer.join()
     assert jobs_run == [1]
+    timer.join()
     assert later_job.cancelled()

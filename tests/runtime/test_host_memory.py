@@ -266,6 +266,7 @@ def test_modules_that_are_passed_in_keep_their_weights() -> None:
     host = Host({"a": module}, problem, device_of(problem))
     host.finish()
     host.close()
+    assert host.residencies["a"].holds_module()
     assert has_values_of(Small(), module)
 
 
@@ -377,6 +378,7 @@ def test_a_host_of_a_graph_has_the_weights_of_components_that_no_call_enters(
             assert torch.equal(tensor, expected[name])
         assert host.parts.keys() == FLUX.parts.keys()
         host.close()
+        assert host.tensor("text_encoder", name).is_meta, "its store is dropped"
 
 
 def test_a_host_of_a_graph_knows_which_components_the_plan_casts() -> None:
