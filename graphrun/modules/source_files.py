@@ -429,7 +429,8 @@ def origin_of(component: Component, precision: str) -> dict[str, Any] | None:
     """Return the origin of ``component``'s weights for a trace; None for random weights.
 
     JSON-ready: ``source``; ``commit`` ("" for a path); ``files``: each with ``name``, ``bytes``,
-    ``mtime_ns`` and, if the hub's cache names the file by its content, ``sha256``.
+    ``mtime_ns`` and, if the hub's cache names the file by its content, ``sha256``. Raises OSError
+    for a missing file.
     """
     source = component.source_in(precision)
     place = local_place(source) if source is not None else None
@@ -473,5 +474,5 @@ def blob(path: Path) -> str:
 
 
 def _origin(path: Path) -> dict[str, Any]:
-    origin = dict(zip(("name", "bytes", "mtime_ns"), (path.name, *_stamp(path)), strict=True))
+    origin = dict(zip(("name", "bytes", "mtime_ns"), (path.name, *file_stamp(path)), strict=True))
     return {**origin, "sha256": content} if (content := blob(path)) else origin

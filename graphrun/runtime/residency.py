@@ -325,7 +325,7 @@ class Residency:
                     (begin + entry.offset) // 8,
                     round_up(begin + entry.offset + entry.nbytes, 8) // 8,
                 )
-                indices += words[:: max(1, len(words) // 8)]
+                indices += words[:: len(words) // 8 + 1]
         return torch.tensor(indices, dtype=torch.int64)
 
     def measured_bytes(self) -> int:

@@ -232,8 +232,6 @@ def quantizing_on(device: Device, writer: Any, budget_bytes: int) -> Iterator[No
 class _SpooledBlocks:
     """Writer of spooled blocks: one read per block, or per tensor if the layout differs."""
 
-    reads_as_stored = True
-
     def __init__(self, source: FileSource, layouts: Mapping[str, BlockLayout]) -> None:
         self._source = source
         self._keys = {

@@ -4,6 +4,7 @@ groups."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,6 +113,21 @@ def numbers(name: str, module: nn.Module, hardware: Hardware) -> ComponentNumber
     return ComponentNumbers(
         name, 0, GROUPS, (Variant("float32", "pinned", "device", sizes, loads, host_bytes),)
     )
+
+
+def in_layers(component: ComponentNumbers) -> ComponentNumbers:
+    """The small component with each of its layers as a block."""
+    groups = tuple(
+        BlockGroup(f"{group.name}.{layer}", tuple(f"{path}.{layer}" for path in group.blocks), True)
+        for group in GROUPS[1:]
+        for layer in ("expand", "project")
+    )
+    groups = (GROUPS[0], *groups)
+    paths = [path for group in groups for path in group.blocks]
+    layouts = lay_out(Small(), paths, split_layers=True)
+    sizes = tuple(round_up(layouts[group.blocks[0]].nbytes, ALLOCATION_BYTES) for group in groups)
+    variant = replace(component.variants[0], block_bytes=sizes, load_seconds=(0.0,) * len(sizes))
+    return replace(component, groups=groups, variants=(variant,), granularity="layers")
 
 
 def use(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -68,3 +69,22 @@ def test_after_an_error_no_later_job_runs_and_each_raises_it(
         later_job.result()
     assert not jobs_run
     thread.finish()  # raises nothing more
+
+
+def test_closing_waits_for_the_job_that_runs_and_cancels_the_others(thread: CopyThread) -> None:
+    has_begun, resume, jobs_run = threading.Event(), threading.Event(), list[int]()
+
+    def job() -> None:
+        has_begun.set()
+        assert resume.wait(60)
+        jobs_run.append(1)
+
+    thread.submit(job)
+    later_job = thread.submit(lambda: jobs_run.append(2))
+    assert has_begun.wait(60)
+    timer = threading.Timer(0.1, resume.set)
+    timer.start()
+    thread.close()
+    assert jobs_run == [1]
+    timer.join()
+    assert later_job.cancelled()

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from stored_component import nothing_left, open_files
 
 from graphrun import systems
 from graphrun.errors import InputError
-from graphrun.modules.source_files import Stored
+from graphrun.modules.source_files import Stored, file_stamp
 from graphrun.runtime import direct_reads
 from graphrun.runtime.direct_reads import (
     GAP_BYTES,
@@ -512,6 +513,24 @@ def test_a_file_that_was_written_again_is_an_error(tmp_path: Path) -> None:
     arena.close()
 
 
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_file_that_changed_since_its_span_was_laid_out_is_an_error(
+    tmp_path: Path, is_changed: bool
+) -> None:
+    path, arena = file_of(tmp_path / "file", SMALL), MappedArena(SMALL)
+    span = replace(whole(path), stamp=file_stamp(path))
+    if is_changed:
+        os.utime(path, ns=(1, 1))
+    with DirectReads() as reads:
+        handle = reads.submit(span, arena.view(0, SMALL))
+        if is_changed:
+            with pytest.raises(InputError, match="file was changed while it was in use"):
+                handle.wait()
+        else:
+            handle.wait()
+    arena.close()
+
+
 def test_a_removed_file_is_an_error_and_other_reads_end(tmp_path: Path) -> None:
     path, arena = file_of(tmp_path / "file", SMALL), MappedArena(2 * SMALL)
     absent = Span(str(tmp_path / "gone"), 0, SMALL, SMALL)
@@ -660,18 +679,30 @@ def test_an_error_that_is_not_of_the_file_is_raised_as_it_is(
 
 
 @pytest.mark.parametrize(
-    "view",
+    ("view", "start"),
     [
-        MappedArena(SMALL + PAGE_BYTES).view(1, SMALL),
-        MappedArena(SMALL).view(0, SMALL).view(torch.int8),
-        MappedArena(SMALL + PAGE_BYTES).view(0, SMALL + PAGE_BYTES),
-        torch.empty(SMALL, dtype=torch.uint8, device="meta"),
+        (MappedArena(SMALL + PAGE_BYTES).view(1, SMALL), 0),
+        (MappedArena(SMALL).view(0, SMALL).view(torch.int8), 0),
+        (MappedArena(SMALL + PAGE_BYTES).view(0, SMALL + PAGE_BYTES), 0),
+        (MappedArena(SMALL).view(0, SMALL).view(2, -1), 0),
+        (MappedArena(2 * SMALL).view(0, 2 * SMALL)[::2], 0),
+        (torch.empty(SMALL, dtype=torch.uint8, device="meta"), 0),
+        (MappedArena(SMALL).view(0, SMALL), 512),
     ],
-    ids=["misaligned", "other dtype", "other size", "other device"],
+    ids=["misaligned", "dtype", "size", "shape", "gaps", "device", "misaligned in the file"],
 )
-def test_a_view_that_cannot_be_read_into_is_refused(view: torch.Tensor) -> None:
+def test_a_view_that_cannot_be_read_into_is_refused(view: torch.Tensor, start: int) -> None:
     with pytest.raises(ValueError, match="it must be flat bytes at a page's start"):
-        DirectReads().submit(Span("file", 0, SMALL, SMALL), view)
+        DirectReads().submit(Span("file", start, start + SMALL, SMALL), view)
+
+
+@pytest.mark.parametrize(
+    ("threads", "chunk_bytes"), [(0, SMALL), (1, 0), (1, 2048), (1, PAGE_BYTES + 512)]
+)
+def test_reads_need_a_thread_and_chunks_of_whole_pages(threads: int, chunk_bytes: int) -> None:
+    DirectReads(1, PAGE_BYTES).close()
+    with pytest.raises(ValueError, match=f"{threads} threads, chunks of {chunk_bytes} bytes"):
+        DirectReads(threads, chunk_bytes)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")

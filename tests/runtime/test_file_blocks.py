@@ -12,16 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_component import ON, Small, numbers
+from stored_component import cpu_hardware, meta_module_and_writer, open_files, saved
 from torch import nn
 
-from graphrun.modules.blocks import BlockLayout, lay_out
-from graphrun.modules.source_files import stored_tensors
+from graphrun.modules.blocks import ALIGNMENT, BlockLayout, lay_out
+from graphrun.modules.source_files import Stored, stored_tensors
 from graphrun.modules.sources import FileSource, RandomSource, Writer
 from graphrun.runtime import files
+from graphrun.runtime.devices.cpu import CpuDevice
 from graphrun.runtime.direct_reads import DirectReads, MappedArena
-from graphrun.runtime.files import FileBlock, file_block
+from graphrun.runtime.files import FileBlock, FileStore, file_block
 from graphrun.runtime.spool import Spool
-from graphrun.units import PAGE_BYTES, round_up
+from graphrun.units import GIB, PAGE_BYTES, round_up
 
 VECTOR_BYTES = 64
 
@@ -157,3 +159,71 @@ def test_spooled_weights_are_aligned_as_in_an_arena(tmp_path: Path, blocks: int,
             )
     writer.close()
     spool.close()
+
+
+def partly_in_a_file(folder: Path) -> tuple[BlockLayout, Writer]:
+    """A block of which two tensors are in memory, and the others in a file."""
+    module, writer = meta_module_and_writer(saved(folder))
+    values = {"wide.0.gain": torch.ones(64), "wide.0.expand.bias": torch.ones(192)}
+    return lay_out(module, ["wide.0"])["wide.0"], replace(writer, adapters=values)
+
+
+def test_tensors_that_no_file_has_are_aligned_as_in_an_arena(tmp_path: Path) -> None:
+    layout, writer = partly_in_a_file(tmp_path)
+    block = file_block(layout, writer)
+    assert block.writer_layout is not None
+    entries = block.writer_layout.entries
+    assert {entry.names[0] for entry in entries} == writer.adapters.keys()
+    assert [entry.offset % ALIGNMENT for entry in entries] == [0, 0]
+    assert block.layout.nbytes % PAGE_BYTES == 0
+    values = tensors(block, read(block, writer))
+    assert values["wide.0.gain"].eq(1).all()
+    assert values["wide.0.expand.bias"].eq(1).all()
+    assert torch.equal(values["wide.0.project.weight"], Small().wide[0].project.weight)
+    writer.close()
+
+
+def test_a_tensor_at_an_offset_that_torch_has_no_views_of_is_written(tmp_path: Path) -> None:
+    values, begins = {"weight": torch.randn(2, 2), "bias": torch.randn(2)}, (101, 404)
+    data = bytearray(600)
+    pieces = dict[str, Stored]()
+    for (name, value), begin in zip(values.items(), begins, strict=True):
+        data[begin : begin + value.nbytes] = value.numpy().tobytes()
+        file = str(tmp_path / "file")
+        pieces[name] = Stored(name, "float32", tuple(value.shape), value.nbytes, file, begin)
+    (tmp_path / "file").write_bytes(data)
+    writer = Writer(FileSource(pieces))
+    with torch.device("meta"):
+        block = file_block(lay_out(nn.Linear(2, 2), [])[""], writer)
+    assert block.writer_layout is not None
+    assert [entry.names for entry in block.writer_layout.entries] == [("weight",)]
+    for name, value in tensors(block, read(block, writer)).items():
+        assert torch.equal(value, values[name])
+    writer.close()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_store_of_files_takes_no_memory_and_closes_its_files(
+    tmp_path: Path, is_whole: bool
+) -> None:
+    layout, writer = partly_in_a_file(tmp_path)
+    writer = replace(writer, adapters={}) if is_whole else writer
+    block, device = file_block(layout, writer), CpuDevice(cpu_hardware())
+    store = FileStore({"wide.0": block}, device, writer)
+    assert store.nbytes == 0
+    assert not store.pageable
+    assert store.request("wide.0")
+    with device.capped(GIB):
+        memory = device.allocate(block.layout.nbytes)
+        start, end = store.copy("wide.0", memory, device)
+        device.wait("compute", end)
+        assert device.seconds_at(start) < device.seconds_at(end)
+    values = tensors(block, memory)
+    assert torch.equal(values["wide.0.project.weight"], Small().wide[0].project.weight)
+    assert values["wide.0.gain"].eq(1).all() != is_whole
+    assert store.finish_reads() == [("wide.0", block.read_bytes, (start, end))]
+    assert store.finish_reads() == []
+    writer.read_into("wide.0.project.weight", values["wide.0.project.weight"])
+    assert any(file.endswith(".safetensors") for file in open_files())
+    store.drop()
+    assert not any(file.endswith(".safetensors") for file in open_files())

@@ -4,7 +4,7 @@ takes seconds. Plans know both."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +12,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from small_component import (
+    GROUPS,
     WIDE,
     Small,
     device_of,
+    in_layers,
     plain,
     plan_of,
     run,
@@ -26,9 +29,16 @@ from small_component import (
 from stored_component import host_of, in_backing_store, saved
 
 from graphrun.errors import GraphrunError, InputError
+from graphrun.graph.graph import Graph
+from graphrun.graph.loading import load
+from graphrun.graph.parts import Adapter
 from graphrun.model.hardware import Hardware
+from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem, Use, Variant
+from graphrun.modules.blocks import lay_out
+from graphrun.modules.build import build
 from graphrun.runtime.host import Host
 from graphrun.trace import Trace
+from graphrun.units import round_up
 from graphrun.verify.simulate import simulate
 
 ON = replace(small_hardware(), disk_bytes_per_second=4e8, pageable_bytes_per_second=5e8)
@@ -212,3 +222,189 @@ def test_a_host_is_restricted_to_components_that_it_has() -> None:
     assert restricted_host.residencies == {"a": host.residencies["a"]}
     with pytest.raises(InputError, match="built for other blocks"):
         restricted_host.restricted_to(problem)
+
+
+def has_values_of(expected: Small, module: torch.nn.Module) -> bool:
+    values = module.state_dict()
+    return all(
+        torch.equal(values[name].cpu(), tensor) for name, tensor in expected.state_dict().items()
+    )
+
+
+def test_stores_that_the_plan_does_not_read_are_filled_before_the_run(tmp_path: Path) -> None:
+    problem = small_problem({}, [[use("a", 1, ON)], [use("b", 1, ON)]], ON)
+    filled_numbers = in_backing_store("pinned", "a", ON, read_seconds=())
+    problem = replace(problem, components=(filled_numbers, in_backing_store("pinned", "b", ON)))
+    device = device_of(problem)
+    folders = {name: saved(tmp_path / name) for name in ("a", "b")}
+    host = host_of(problem, folders, device)
+
+    def filled() -> list[str]:
+        stores = {name: residency.backing_store for name, residency in host.residencies.items()}
+        return [name for name, store in stores.items() if store.memory is not None]
+
+    assert filled() == ["a"]
+    assert has_values_of(Small(), host.modules["a"])
+    host.residencies["b"].prepare_reads()
+    host.residencies["b"].backing_store.finish_reads()
+    assert filled() == ["a", "b"]
+    host.finish()
+    assert filled() == ["a"], "the plan reads b, and has dropped it"
+    host.close()
+    assert filled() == []
+    assert device.arenas.nbytes("arenas") == 0
+    host.prepare(["b"])
+    assert filled() == []
+    host.prepare()
+    assert filled() == ["a"]
+
+
+def test_modules_that_are_passed_in_keep_their_weights() -> None:
+    problem = small_problem({}, [[use("a", 1, ON)]], ON)
+    problem = replace(problem, components=(in_backing_store("pinned", "a", ON),))
+    module = Small()
+    host = Host({"a": module}, problem, device_of(problem))
+    host.finish()
+    host.close()
+    assert host.residencies["a"].holds_module()
+    assert has_values_of(Small(), module)
+
+
+def problem_in(backing_store: str) -> Problem:
+    problem = small_problem({}, [[use("a", 1, ON)]], ON)
+    return replace(problem, components=(in_backing_store(backing_store, "a", ON),))
+
+
+@pytest.mark.parametrize("backing_store", ["pinned", "disk"])
+def test_weights_stay_the_same_when_a_component_is_split_into_layers(
+    tmp_path: Path, backing_store: str
+) -> None:
+    problem = problem_in(backing_store)
+    (component,) = problem.components
+    device = device_of(problem)
+    host = host_of(problem, {"a": saved(tmp_path)}, device)
+    for numbers in (component, in_layers(component), component):
+        host.match_layout(replace(problem, components=(numbers,)))
+        residency = host.residencies["a"]
+        assert residency.granularity == numbers.granularity
+        residency.prepare_reads()
+        with device.capped(1 << 30):
+            paths = [path for group in numbers.groups for path in group.blocks]
+            for act in (residency.allocate, residency.load):
+                for path in paths:
+                    act(path)
+                device.barrier()
+            assert residency.loaded_bytes() > 0
+            assert has_values_of(Small(), residency.module)
+            residency.release()
+    assert device.arenas.nbytes("arenas") <= component.variants[0].host_bytes, "of one layout"
+
+
+def in_other_variant(component: ComponentNumbers) -> ComponentNumbers:
+    return replace(component, variants=(replace(component.variants[0], backing_store="pageable"),))
+
+
+def in_larger_blocks(component: ComponentNumbers) -> ComponentNumbers:
+    variant = component.variants[0]
+    block_bytes = tuple(nbytes + ALLOCATION_BYTES for nbytes in variant.block_bytes)
+    return replace(component, variants=(replace(variant, block_bytes=block_bytes),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "digest"),
+    [
+        ([], "of another graph"),
+        ([in_layers], "of another graph"),
+        ([in_other_variant], "0"),
+        ([in_layers, in_other_variant], "0"),
+        ([in_larger_blocks], "0"),
+    ],
+    ids=["graph", "graph and layers", "variant", "layers and variant", "bytes of blocks"],
+)
+def test_host_memory_is_of_one_graph_and_its_variants_and_blocks(
+    tmp_path: Path, changes: list[Callable[[ComponentNumbers], ComponentNumbers]], digest: str
+) -> None:
+    problem = problem_in("pinned")
+    host = host_of(problem, {"a": saved(tmp_path)}, device_of(problem))
+    assert host.fits(problem)
+    (component,) = problem.components
+    for change in changes:
+        component = change(component)
+    other_problem = replace(problem, components=(component,), graph_digest=digest)
+    assert not host.fits(other_problem)
+    with pytest.raises(InputError, match="built for another graph or other blocks"):
+        host.match_layout(other_problem)
+
+
+FLUX = load(Path(__file__).parents[2] / "graphs/flux-tiny.yaml")
+
+
+def host_of_encoder(
+    graph: Graph = FLUX,
+    modules: Mapping[str, torch.nn.Module] | None = None,
+    precision: str = "bfloat16",
+) -> Host:
+    """The host of ``graph`` for a plan that calls one text encoder."""
+    component = replace(graph.component("text_encoder"), dtype=precision)
+    nbytes = lay_out(build(component, graph), [])[""].nbytes
+    block_bytes = round_up(nbytes, ALLOCATION_BYTES)
+    variant = Variant(precision, "pinned", "device", (block_bytes,), (0.0,), block_bytes)
+    numbers = ComponentNumbers("text_encoder", 0, GROUPS[:1], (variant,))
+    problem = small_problem({}, [[Use("text_encoder", 1, (1,), (1.0,))]], ON)
+    problem = replace(problem, components=(numbers,))
+    return Host.of_graph(graph, problem, device_of(problem), modules)
+
+
+@pytest.fixture(scope="module")
+def flux_modules() -> dict[str, Any]:
+    return {name: build(component, FLUX) for name, component in FLUX.components.items()}
+
+
+def test_a_host_of_a_graph_has_the_weights_of_components_that_no_call_enters(
+    flux_modules: dict[str, Any],
+) -> None:
+    transformer = flux_modules["transformer"]
+    for modules in ({}, {"transformer": transformer}):
+        host = host_of_encoder(modules=modules)
+        assert host.residencies.keys() == {"text_encoder"}
+        assert host.loaded_bytes == 0
+        assert host.casts == {}
+        weight = host.tensor("transformer", "x_embedder.weight")
+        assert torch.equal(weight, transformer.x_embedder.weight)
+        for name, tensor in host.modules["text_encoder"].state_dict().items():
+            assert host.tensor("text_encoder", name).data_ptr() == tensor.data_ptr()
+        expected = flux_modules["text_encoder"].state_dict()
+        for name, tensor in host.modules["text_encoder"].state_dict().items():
+            assert torch.equal(tensor, expected[name])
+        assert host.parts.keys() == FLUX.parts.keys()
+        host.close()
+        assert host.tensor("text_encoder", name).is_meta, "its store is dropped"
+
+
+def test_a_host_of_a_graph_knows_which_components_the_plan_casts() -> None:
+    host = host_of_encoder(precision="float32")
+    assert host.casts == {"text_encoder": (torch.bfloat16, torch.float32)}
+    host.close()
+
+
+def test_a_lora_cannot_be_fused_into_a_module_that_is_passed_in(
+    tmp_path: Path, flux_modules: dict[str, Any]
+) -> None:
+    encoder, rank = flux_modules["text_encoder"], 2
+    host_of_encoder(modules={"text_encoder": encoder}).close()
+    name = next(name for name, _ in encoder.named_parameters() if name.endswith("q_proj.weight"))
+    width = encoder.get_parameter(name).shape[0]
+    key = name.removesuffix(".weight")
+    factors = {f"{key}.lora_A.weight": torch.ones(rank, width)}
+    factors[f"{key}.lora_B.weight"] = torch.ones(width, rank)
+    save_file(factors, tmp_path / "lora.safetensors")
+    adapter = Adapter(str(tmp_path / "lora.safetensors"))
+    component = replace(FLUX.component("text_encoder"), loras=(adapter,))
+    graph = replace(FLUX, components={**FLUX.components, "text_encoder": component})
+    with pytest.raises(InputError, match="text_encoder was passed in, but the graph fuses a LoRA"):
+        host_of_encoder(graph, {"text_encoder": encoder})
+
+
+def test_processes_need_a_component_that_they_can_divide() -> None:
+    with pytest.raises(InputError, match="no component whose sequence can be divided"):
+        host_of_encoder(replace(FLUX, processes=2))

@@ -8,8 +8,9 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
-from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
+from accelerate.hooks import CpuOffload, ModelHook, add_hook_to_module
+from diffusers.hooks import HookRegistry, apply_group_offloading, apply_layerwise_casting
+from diffusers.hooks import ModelHook as DiffusersHook
 from small_component import (
     PREFETCH,
     WIDE,
@@ -28,11 +29,17 @@ from graphrun.errors import BrokenPlan, InputError
 from graphrun.modules.interceptor import CallInterceptor
 from graphrun.runtime.host import Host
 from graphrun.runtime.movers import refuse_movers
+from graphrun.sim import Machine
 
 
 def model_offloaded() -> Small:
     module, _ = accelerate.cpu_offload_with_hook(Small(), "cpu")
     return module
+
+
+def offloaded_by_a_second_hook() -> Small:
+    module = add_hook_to_module(Small(), ModelHook())
+    return add_hook_to_module(module, CpuOffload(), append=True)
 
 
 def sequentially_offloaded() -> Small:
@@ -87,10 +94,26 @@ def unread() -> Small:
     return Small().to("meta")
 
 
+def with_unread_buffer() -> Small:
+    module = Small()
+    module.scale = module.scale.to("meta")
+    return module
+
+
+def on_device() -> Small:
+    with Machine() as machine:
+        return Small().to(machine.device)
+
+
+def compiled() -> Any:
+    return torch.compile(Small())
+
+
 @pytest.mark.parametrize(
     ("make_module", "message"),
     [
         (model_offloaded, "a carries accelerate's CpuOffload.*remove_all_hooks"),
+        (offloaded_by_a_second_hook, "a carries accelerate's CpuOffload"),
         (sequentially_offloaded, "carries accelerate's AlignDevicesHook.*remove_hook_from_module"),
         (dispatched, "carries accelerate's AlignDevicesHook"),
         (group_offloaded, "carries diffusers' group_offloading hook"),
@@ -99,6 +122,9 @@ def unread() -> Small:
         (on_disk, "device_map over disk: load it without device_map"),
         (with_lora, r"a\.wide\.1\.expand carries the LoRA cozy.*unload_lora_weights"),
         (unread, "is on the meta device.*pass a in on the CPU"),
+        (with_unread_buffer, "a.scale is on the meta device"),
+        (on_device, r"a.embed.weight is on sim:\d+; pass a in on the CPU"),
+        (compiled, "a is compiled as a whole"),
     ],
 )
 def test_s2_2_a_second_mover_is_found_before_anything_moves(make_module: Any, message: str) -> None:
@@ -117,6 +143,14 @@ def test_s2_2_a_second_mover_is_found_before_anything_moves(make_module: Any, me
 def test_hooks_that_move_nothing_and_a_map_of_one_device_may_stay(place: Any) -> None:
     module = add_hook_to_module(Small(), ModelHook())
     module.hf_device_map = {"": place}
+    HookRegistry.check_if_exists_or_initialize(module).register_hook(DiffusersHook(), "cache")
+    refuse_movers({"a": module})
+
+
+def test_loras_that_are_planned_for_and_tensors_named_like_them_may_stay() -> None:
+    refuse_movers({"a": with_lora()}, adapters=True)
+    module = Small()
+    module.lora_A = nn.ModuleDict({"cozy": nn.Linear(64, 4)})
     refuse_movers({"a": module})
 
 

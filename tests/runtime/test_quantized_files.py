@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,14 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Adapter
 from graphrun.model.problem import Problem, ProblemLimits
 from graphrun.modules.quantize import quantized, quantized_in_parts
+from graphrun.modules.sources import RandomSource, Writer
 from graphrun.profile.hardware import hardware, simulated
+from graphrun.profile.processor import cpu_estimate
 from graphrun.profile.quantizing import quantizing_costs
-from graphrun.runtime.spool import Spool, weights_key
+from graphrun.runtime.devices.cpu import CpuDevice
+from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.spool import Spool, has_file, quantizing_on, weights_key
+from graphrun.sim import Machine
 from graphrun.sim.active import active_machine
 from graphrun.store import problem_for
 from graphrun.units import GIB, MIB
@@ -115,6 +121,42 @@ def test_the_key_has_everything_that_the_weights_are_made_of(tmp_path: Path) -> 
     assert len(set(keys)) == len(keys)
     for source in (None, "owner/not-here"):
         assert weights_key(replace(component, source=source), "nf4", simulated()) == ""
+    assert weights_key(replace(component, compile="blocks"), "nf4", simulated()) == keys[0]
+    missing_lora = replace(component, loras=(Adapter(str(tmp_path / "missing")),))
+    assert weights_key(missing_lora, "nf4", simulated()) == ""
+    with_lora = replace(component, loras=(Adapter(str(lora)),))
+    os.utime(lora, ns=(1, 1))
+    assert weights_key(with_lora, "nf4", simulated()) not in keys
+
+
+def test_the_time_of_a_file_counts_unless_the_hub_names_it_by_its_content(tmp_path: Path) -> None:
+    component = quantized_graph("nf4").components["transformer"]
+    hub_file = tmp_path / "blobs" / ("0123456789abcdef" * 4)
+    hub_file.parent.mkdir()
+    hub_file.write_bytes(b"x")
+    keys = dict[str, set[str]]()
+    for name in ("hub", "plain"):
+        file = tmp_path / name / "model.safetensors"
+        file.parent.mkdir()
+        file.symlink_to(hub_file) if name == "hub" else file.write_bytes(b"x")
+        stored_component = replace(component, source=str(file.parent))
+        keys[name] = set()
+        for seconds in (1, 2):
+            os.utime(file, (seconds, seconds))
+            keys[name].add(weights_key(stored_component, "nf4", simulated()))
+    assert (len(keys["hub"]), len(keys["plain"])) == (1, 2)
+    assert "" not in keys["hub"] | keys["plain"]
+
+
+def test_a_file_of_quantized_weights_is_found_by_its_key(tmp_path: Path) -> None:
+    component = quantized_graph("nf4").components["transformer"]
+    assert not has_file(tmp_path, component, "nf4", simulated())
+    (tmp_path / "quantized").mkdir()
+    for key in ("", weights_key(component, "nf4", simulated())):
+        (tmp_path / "quantized" / f"{key}.safetensors").write_bytes(b"")
+    assert has_file(tmp_path, component, "nf4", simulated())
+    assert not has_file(tmp_path, component, "int8", simulated())
+    assert not has_file(tmp_path, replace(component, source=None), "nf4", simulated())
 
 
 def test_parts_of_a_weight_are_quantized_to_the_bits_of_the_whole() -> None:
@@ -127,6 +169,37 @@ def test_parts_of_a_weight_are_quantized_to_the_bits_of_the_whole() -> None:
                 assert parts.keys() == whole.keys()
                 for name, tensor in whole.items():
                     assert torch.equal(parts[name], tensor), (shape, precision, elements, name)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_weight_is_quantized_on_the_device_within_its_budget_or_on_the_host(
+    has_room: bool,
+) -> None:
+    weight = torch.randn(72, 128).bfloat16()
+    writer = Writer(RandomSource(torch.nn.Linear(128, 72), "seed"))
+    budget_bytes = 16 * weight[:8].numel() + 1000  # for eight rows, and not for nine
+    device = SimulatedDevice(Machine(capacity_bytes=None if has_room else 100))
+    with quantizing_on(device, writer, budget_bytes):
+        fields = writer.quantize(weight, "int8")
+    assert device.machine.copies_in == (9 if has_room else 0)
+    assert (device.machine.peak_bytes > 0) == has_room
+    assert device.machine.peak_bytes <= budget_bytes
+    assert device.allocated_bytes == 0
+    for name, tensor in quantized(weight, "int8").items():
+        assert torch.equal(fields[name], tensor)
+    assert writer.quantize is quantized, "the device is for this time only"
+
+
+def test_weights_are_quantized_on_the_host_where_the_device_has_its_memory() -> None:
+    writer = Writer(RandomSource(torch.nn.Linear(2, 2), "seed"))
+    with quantizing_on(CpuDevice(cpu_estimate()), writer, GIB):
+        assert writer.quantize is quantized
+
+
+def test_a_writer_that_does_not_quantize_is_left_alone() -> None:
+    writer = object()
+    with quantizing_on(SimulatedDevice(Machine()), writer, GIB):
+        assert not hasattr(writer, "quantize")
 
 
 @pytest.mark.long

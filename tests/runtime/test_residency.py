@@ -3,6 +3,11 @@ is one host copy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from small_component import (
@@ -14,6 +19,7 @@ from small_component import (
     small_problem,
     tensors,
 )
+from stored_component import in_backing_store, meta_module_and_writer, saved
 
 from graphrun.errors import InputError
 from graphrun.model.blocks import named
@@ -56,8 +62,8 @@ def test_the_arena_is_the_only_host_copy(device: SimulatedDevice) -> None:
     assert arena.numel() == sum(residency.nbytes(path) for path in PATHS)
 
 
-def load_all(residency: Residency, device: SimulatedDevice) -> None:
-    for path in PATHS:
+def load_all(residency: Residency, device: SimulatedDevice, paths: Sequence[str] = PATHS) -> None:
+    for path in paths:
         residency.allocate(path)
         device.barrier()
         residency.load(path)
@@ -84,11 +90,7 @@ def test_eviction_puts_the_same_host_tensors_back_and_frees_that_block_alone(
     module, residency = made(device)
     host = [id(t) for t in tensors(module)]
     with device.capped(1 << 30):
-        for path in ("", "wide.1"):
-            residency.allocate(path)
-            device.barrier()
-            residency.load(path)
-        device.barrier()
+        load_all(residency, device, ("", "wide.1"))
         both_bytes = device.allocated_bytes
         residency.evict("wide.1")
         assert both_bytes - device.allocated_bytes == -(-residency.nbytes("wide.1") // 512) * 512
@@ -135,6 +137,142 @@ def test_only_buffers_that_the_code_replaced_are_bound_again(device: SimulatedDe
         residency.release()
 
 
+def add_in_place(block: Any) -> None:
+    block.gain.add_(1)
+
+
+def put_another(block: Any) -> None:
+    block.gain = block.gain + 1
+
+
+@pytest.mark.parametrize("change", [add_in_place, put_another])
+@pytest.mark.parametrize("backing_store", ["", "pinned", "disk"])
+def test_what_the_code_writes_to_a_buffer_outlives_an_eviction(
+    device: SimulatedDevice, tmp_path: Path, backing_store: str, change: Callable[[Any], None]
+) -> None:
+    """``backing_store``: of weights in files; "": the module brings them."""
+    if backing_store:
+        module, writer = meta_module_and_writer(saved(tmp_path))
+        component = in_backing_store(backing_store, "a", small_hardware())
+        residency = Residency(module, component, device, writer)
+        residency.prepare_reads()
+    else:
+        module, residency = made(device)
+    expected, other_expected = Small().wide[1].gain + 1, Small().wide[2].gain
+    with device.capped(1 << 30):
+        load_all(residency, device)
+        change(module.wide[1])
+        device.barrier()
+        residency.release()
+        if not backing_store:
+            assert torch.equal(module.wide[1].gain, expected)
+            assert torch.equal(module.wide[2].gain, other_expected)
+        load_all(residency, device)
+        assert module.wide[1].gain.device.type == "sim"
+        assert torch.equal(module.wide[1].gain.cpu(), expected)
+        assert torch.equal(module.wide[2].gain.cpu(), other_expected)
+        residency.release()
+
+
+@pytest.mark.parametrize("other", [torch.ones(3, dtype=torch.bfloat16), torch.ones(64), None])
+def test_a_tensor_of_another_kind_in_the_place_of_a_buffer_is_dropped_with_its_block(
+    device: SimulatedDevice, other: torch.Tensor | None
+) -> None:
+    module, residency = made(device)
+    with device.capped(1 << 30):
+        load_all(residency, device)
+        module.wide[1].gain = other if other is None else other.to(device.torch_device)
+        residency.release()
+    assert torch.equal(module.wide[1].gain, Small().wide[1].gain)
+
+
+def test_loaded_blocks_wait_on_the_device_while_another_dtype_is_active(
+    device: SimulatedDevice,
+) -> None:
+    module, residency = made(device)
+    with device.capped(1 << 30):
+        load_all(residency, device, PATHS[1:])
+        residency.deactivate()
+        load_all(residency, device, PATHS[:1])
+        loaded_bytes, copies = residency.loaded_bytes(), device.machine.copies_in
+        assert all(tensor.device.type == "cpu" for tensor in tensors(module))
+        residency.activate()
+        assert residency.loaded_bytes() == loaded_bytes
+        assert all(tensor.device.type == "sim" for tensor in tensors(module))
+        assert torch.equal(module.wide[3].expand.weight.cpu(), Small().wide[3].expand.weight)
+        assert device.machine.copies_in == copies
+        residency.release()
+
+
+def test_blocks_take_the_planned_bytes_of_their_group(device: SimulatedDevice) -> None:
+    module = Small()
+    component = numbers("a", module, small_hardware())
+    block_bytes = component.variants[0].block_bytes
+    larger = replace(component.variants[0], block_bytes=(*block_bytes[:2], block_bytes[2] + 512))
+    residency = Residency(module, replace(component, variants=(larger,)), device)
+    with device.capped(1 << 30):
+        load_all(residency, device, ("wide.1", "thin.2"))
+        assert residency.loaded_paths == ("wide.1", "thin.2")
+        assert residency.loaded_bytes() == block_bytes[1] + block_bytes[2] + 512
+        assert residency.loaded_bytes() == residency.measured_bytes() == device.allocated_bytes
+        assert residency.loaded_bytes(device_of(small_problem({}, []))) == 0
+        module.wide[1].expand.register_buffer("cache", torch.ones(128, device=device.torch_device))
+        assert (
+            residency.measured_bytes() == device.allocated_bytes == residency.loaded_bytes() + 512
+        )
+        residency.release()
+        assert residency.loaded_paths == ()
+
+
+@pytest.mark.parametrize(
+    ("weight", "strides"),
+    [(torch.randn(64, 64).t(), (1, 64)), (torch.randn(64, 128)[:, ::2], (64, 1))],
+    ids=["dense", "with gaps"],
+)
+def test_a_dense_tensor_keeps_its_strides(
+    device: SimulatedDevice, weight: torch.Tensor, strides: tuple[int, int]
+) -> None:
+    """As in the channels_last format."""
+    module = Small()
+    module.head.weight = module.embed.weight = torch.nn.Parameter(weight, requires_grad=False)
+    residency = Residency(module, numbers("a", module, small_hardware()), device)
+    with device.capped(1 << 30):
+        load_all(residency, device)
+        assert module.embed.weight.stride() == strides
+        assert torch.equal(module.embed.weight.cpu(), weight)
+        residency.release()
+    assert module.embed.weight.stride() == strides
+
+
+def load_other_values(module: Small) -> None:
+    module.load_state_dict(Small(1).state_dict())
+
+
+def assign_other_tensors(module: Small) -> None:
+    module.load_state_dict(Small(1).state_dict(), assign=True)
+
+
+def cast(module: Small) -> None:
+    module.double()
+
+
+def untie(module: Small) -> None:
+    module.head.weight = torch.nn.Parameter(module.head.weight.clone())
+
+
+@pytest.mark.parametrize(
+    ("change", "still_holds"),
+    [(load_other_values, True), (assign_other_tensors, False), (cast, False), (untie, False)],
+)
+def test_other_tensors_in_a_module_are_detected(
+    device: SimulatedDevice, change: Callable[[Small], None], still_holds: bool
+) -> None:
+    module, residency = made(device)
+    assert residency.holds_module()
+    change(module)
+    assert residency.holds_module() == still_holds
+
+
 @pytest.mark.parametrize("rows", [slice(0, 96), slice(96, 192)], ids=["first", "second"])
 def test_a_write_to_either_half_of_a_tensors_data_is_detected(
     device: SimulatedDevice, rows: slice
@@ -144,6 +282,34 @@ def test_a_write_to_either_half_of_a_tensors_data_is_detected(
     assert not residency.changed()
     module.wide[2].expand.weight.data[rows] += 1
     assert residency.changed()
+
+
+def test_a_write_to_any_tensor_is_detected_by_at_most_eight_of_its_words(
+    device: SimulatedDevice,
+) -> None:
+    module, residency = made(device)
+    assert not residency.changed(), "nothing is noted"
+    residency.note_contents()
+    for tensor in tensors(module):
+        tensor.data += 1
+        assert residency.changed()
+        residency.note_contents()
+    for tensor in (module.scale, module.thin[3].gain, module.wide[3].expand.bias):
+        words, count = tensor.data.view(-1).view(torch.int64), 0
+        for number in range(words.numel()):
+            words[number] += 1
+            count += residency.changed()
+            residency.note_contents()
+        assert min(words.numel(), 5) <= count <= 8
+
+
+def test_a_write_through_a_tensor_is_detected_wherever_it_is(device: SimulatedDevice) -> None:
+    module, residency = made(device)
+    residency.note_contents()
+    for number in range(16):
+        module.thin[0].expand.bias[number] += 1
+        assert residency.changed()
+        residency.note_contents()
 
 
 def test_a_module_that_was_not_planned_for_is_refused(device: SimulatedDevice) -> None:
@@ -158,6 +324,25 @@ def test_a_module_that_is_not_on_the_cpu_is_refused(device: SimulatedDevice) -> 
     module = Small().to("meta")
     with pytest.raises(InputError, match="on meta; pass it in on the CPU"):
         Residency(module, numbers("a", module, small_hardware()), device)
+
+
+@pytest.mark.parametrize("backing_store", ["disk", "file"])
+def test_a_module_with_weights_is_not_read_from_files(
+    device: SimulatedDevice, backing_store: str
+) -> None:
+    component = in_backing_store(backing_store, "a", small_hardware())
+    with pytest.raises(InputError, match="a was passed in, but the plan reads it from"):
+        Residency(Small(), component, device)
+
+
+def test_blocks_are_compiled_alone(device: SimulatedDevice) -> None:
+    module = Small()
+    component = numbers("a", module, small_hardware())
+    module.wide[1].compile()
+    Residency(module, component, device)
+    module.thin.compile()
+    with pytest.raises(InputError, match="a: thin.0 is moved by itself, but is a part of what is"):
+        Residency(module, component, device)
 
 
 def test_blocks_are_named_in_call_order() -> None:
