@@ -25,9 +25,10 @@ from small_component import (
     small_problem,
     use,
 )
-from stored_component import host_of, in_backing_store, saved
+from stored_component import host_of, in_backing_store, open_files, saved
 
 from graphrun.errors import InputError, PlanError
+from graphrun.model.hardware import Hardware
 from graphrun.model.plan import Plan
 from graphrun.model.problem import Problem
 from graphrun.modules.blocks import BlockLayout
@@ -89,12 +90,21 @@ FROM_DISK = """
 class Case:
     """Two components whose weights lie in files, a plan, and what the plain modules compute."""
 
-    def __init__(self, folder: Path, backing_store: str, text: str, calls: list[str]) -> None:
-        phases = [[use("a", calls.count("a"), ON)], [use("b", calls.count("b"), ON)]]
-        problem = small_problem({}, phases, ON)
+    def __init__(
+        self,
+        folder: Path,
+        backing_store: str,
+        text: str,
+        calls: list[str],
+        hardware: Hardware = ON,
+    ) -> None:
+        phases = [[use(name, calls.count(name), hardware)] for name in ("a", "b")]
+        problem = small_problem({}, phases, hardware)
         self.problem: Problem = replace(
             problem,
-            components=tuple(in_backing_store(backing_store, name, ON) for name in ("a", "b")),
+            components=tuple(
+                in_backing_store(backing_store, name, hardware) for name in ("a", "b")
+            ),
         )
         self.plan: Plan = plan_of(
             self.problem, text.format(backing_store=backing_store, ring_buffer=2 * WIDE)
@@ -184,6 +194,33 @@ def test_a_backing_store_on_disk_is_read_at_every_copy_through_two_blocks_of_mem
     ]
     assert trace.host_bytes == 2 * 2 * max(WIDE, THIN)
     assert torch.equal(case.run().outputs["x"], case.expected)
+
+
+@pytest.mark.parametrize("backing_store", ["pinned", "pageable"])
+def test_files_are_open_from_the_first_to_the_last_read_of_a_backing_store(
+    make: Make, backing_store: str
+) -> None:
+    case = make(backing_store, BESIDE, ["a", "a", "b"])
+    residency, file = case.host.residencies["a"], str(case.folders["a"] / "model.safetensors")
+    residency.prepare_reads()
+    store: Any = residency.backing_store
+    is_open = [file in open_files()]
+    while store.pending:
+        store.begin_next()
+        is_open.append(file in open_files())
+    assert is_open == [False, *[True] * 10, False]
+
+
+def test_a_read_that_has_not_begun_when_its_backing_store_is_dropped_reads_nothing(
+    make: Make,
+) -> None:
+    case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
+    device, residency = with_late_reader(case), case.host.residencies["a"]
+    residency.prepare_reads()
+    assert not residency.backing_store.request("wide.0"), "its copy would make the host wait"
+    residency.drop()
+    assert not device.jobs
+    assert not device.log
 
 
 def test_modules_have_no_weights_on_the_host_after_their_backing_store_is_dropped(
@@ -338,13 +375,16 @@ BESIDE_STREAM = """
 """
 
 
+@pytest.mark.parametrize("flops", [1e11, 1e9], ids=["copy-bound", "compute-bound"])
 def test_streamed_blocks_overtake_a_prefetch_that_is_still_being_read_as_simulated(
-    tmp_path: Path,
+    flops: float, tmp_path: Path
 ) -> None:
-    case = Case(tmp_path, "disk", BESIDE_STREAM, ["a"] * 10 + ["b"])
-    case.problem = replace(
-        case.problem, components=(in_backing_store("pinned", "a", ON), case.problem.components[1])
-    )
+    """Compute-bound, a prefetch is read before the next streamed block may be copied, and comes
+    first."""
+    hardware = replace(ON, flops_per_second=flops)
+    case = Case(tmp_path, "disk", BESIDE_STREAM, ["a"] * 10 + ["b"], hardware)
+    a = in_backing_store("pinned", "a", hardware)
+    case.problem = replace(case.problem, components=(a, case.problem.components[1]))
     case.plan = plan_of(case.problem, BESIDE_STREAM.format(ring_buffer=2 * WIDE))
     case.host = host_of(case.problem, case.folders, case.device)
     trace, simulation = case.run(), case.planned()

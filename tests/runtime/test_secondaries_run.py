@@ -24,7 +24,7 @@ from small_component import (
     use,
 )
 
-from graphrun.errors import OutOfMemory, TransferFailed
+from graphrun.errors import BrokenPlan, OutOfMemory, TransferFailed
 from graphrun.model.problem import Problem, Secondary
 from graphrun.runtime.executor import PlanSession
 from graphrun.runtime.host import Host
@@ -183,6 +183,16 @@ def test_the_cap_of_the_secondary_holds() -> None:
     )
     assert device.allocated_bytes == device.secondaries[0].allocated_bytes == 0
     assert all(map(untouched, host_modules.values()))
+
+
+def test_a_tensor_that_stays_on_the_secondary_after_a_run_is_named() -> None:
+    problem, host_modules, clones = case(), modules(), list[torch.Tensor]()
+    device = device_of(problem)
+    host_modules["b"].callback = lambda x: clones.append(x.clone())
+    stays = r"8.00 KiB stayed on the device1 after the run: 4.00 KiB torch.float32 \(16, 64\), "
+    with pytest.raises(BrokenPlan, match=stays):
+        run(problem, plan_of(problem, TEXT), Host(host_modules, problem, device), device, CALLS)
+    assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 8192]
 
 
 @pytest.mark.parametrize("step", sampled((1, 37), (37,), "faults"))
