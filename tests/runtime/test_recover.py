@@ -101,6 +101,13 @@ def test_memory_that_vanishes_in_a_stage_has_the_remaining_stages_planned_again(
         <= budget_bytes
     )
     assert [slot.part for slot in trace.slots][-1] == "end"
+    assert trace.slots[0].start_seconds == pytest.approx(0, abs=1e-3)
+    for slot, next_slot in pairwise(trace.slots):
+        assert slot.start_seconds <= slot.end_seconds <= next_slot.start_seconds
+    for event in trace.events:
+        slot = trace.slots[event.slot]
+        assert slot.start_seconds <= event.start_seconds
+        assert event.end_seconds <= slot.end_seconds
     assert whole.device.allocated_bytes == 0
 
 
@@ -127,13 +134,6 @@ def test_it_continues_after_the_last_finished_step(call: int) -> None:
         )
         == 6 - call
     )
-    assert trace.slots[0].start_seconds == pytest.approx(0, abs=1e-3)
-    for slot, next_slot in pairwise(trace.slots):
-        assert slot.start_seconds <= slot.end_seconds <= next_slot.start_seconds
-    for event in trace.events:
-        slot = trace.slots[event.slot]
-        assert slot.start_seconds <= event.start_seconds
-        assert event.end_seconds <= slot.end_seconds
     assert whole.device.allocated_bytes == 0
 
 
@@ -265,10 +265,10 @@ TWO = """
 
 
 def small_case() -> Problem:
-    """Two stages with 64 MiB for tensors, and a secondary device with 32 MiB."""
+    """Two stages with 64 MiB for tensors, and two secondary devices with 32 MiB."""
     uses = [[use(name, 1, small_hardware())] for name in ("a", "b")]
     problem = small_problem({"a": Small(), "b": Small()}, uses, budget=64 * MIB)
-    return replace(problem, secondaries=(Secondary(small_hardware(), 32 * MIB),))
+    return replace(problem, secondaries=(Secondary(small_hardware(), 32 * MIB),) * 2)
 
 
 def out_of_memory(part: str, used_bytes: int, available_bytes: int) -> OutOfMemory:
@@ -308,11 +308,16 @@ def test_the_phase_that_ran_out_of_memory_is_planned_with_what_it_lacked(
     assert remaining_problem(problem, plan, ["s1"], error).phases == remaining.phases[1:]
 
 
-def test_a_device_with_less_memory_than_planned_is_planned_with_what_it_has() -> None:
+@pytest.mark.parametrize(
+    ("available_bytes", "budget_bytes"), [(64 * MIB - 1, 64 * MIB - 1), (0, 1)]
+)
+def test_a_device_with_less_memory_than_planned_is_planned_with_what_it_has(
+    available_bytes: int, budget_bytes: int
+) -> None:
     problem = replace(small_case(), runs=3)
-    error = out_of_memory("first", 9 * MIB, 64 * MIB - 1)
+    error = out_of_memory("first", 9 * MIB, available_bytes)
     remaining = remaining_problem(problem, plan_of(problem, TWO), ["s0", "s1"], error)
-    assert (remaining.budget_bytes, remaining.runs) == (64 * MIB - 1, 1)
+    assert (remaining.budget_bytes, remaining.runs) == (budget_bytes, 1)
     assert remaining.phases == problem.phases
     assert remaining.secondaries == problem.secondaries
 
@@ -333,5 +338,8 @@ def test_a_secondary_device_that_ran_out_of_memory_is_planned_with_less(
     error = out_of_memory("first", used_bytes, available_bytes)
     error.secondary = 1
     remaining = remaining_problem(problem, plan_of(problem, TWO), ["s0", "s1"], error)
-    assert [secondary.budget_bytes for secondary in remaining.secondaries] == [expected_bytes]
+    assert [secondary.budget_bytes for secondary in remaining.secondaries] == [
+        expected_bytes,
+        32 * MIB,
+    ]
     assert (remaining.budget_bytes, remaining.phases) == (problem.budget_bytes, problem.phases)
