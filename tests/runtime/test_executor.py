@@ -166,7 +166,8 @@ def test_the_cap_leaves_room_for_tensors_of_others_which_are_outside_the_budget(
     problem: Problem, tensor_bytes: int
 ) -> None:
     """For the caller's up to the reserve, and for all of other code that shares the device."""
-    problem = replace(problem, reserve_bytes=4096)
+    hardware = replace(problem.hardware, context_bytes=256)
+    problem = replace(problem, reserve_bytes=4096, hardware=hardware)
     device = device_of(problem)
     device.foreign_bytes = 512
     with device.capped(1 << 30):
@@ -174,7 +175,9 @@ def test_the_cap_leaves_room_for_tensors_of_others_which_are_outside_the_budget(
     capacities = []
     host = Host({"a": Small(), "b": Small(1)}, problem, device)
     host.modules["a"].callback = lambda _: capacities.append(device.machine.capacity_bytes)
-    run(problem, plan_of(problem, PREFETCH.format(ring_buffer=2 * WIDE)), host, device, CALLS)
+    plan = plan_of(problem, PREFETCH.format(ring_buffer=2 * WIDE))
+    trace = run(problem, plan, host, device, CALLS)
+    assert trace.process_bytes == 0, "the process has other memory"
     assert set(capacities) == {problem.effective_bytes + min(tensor_bytes, 4096) + 512}
     del caller_tensor
 
