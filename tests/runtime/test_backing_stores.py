@@ -366,11 +366,11 @@ def test_before_a_fetch_that_overwrites_blocks_reads_catch_up_with_the_fetched_s
     pacer = PacedReads([store], fetch_bytes=5000)
     for fetched_bytes in (0, 1000, 2000, 3000):
         pacer.before_fetch(1000, full=True)
-        begun = [*residency._blocks][: 11 - len(store.pending)]
-        begun_bytes = sum(map(store.size, begun))
+        begun_paths = [*residency._blocks][: 11 - len(store.pending)]
+        begun_bytes = sum(map(store.size, begun_paths))
         fetched_share = fetched_bytes / 5000
         assert begun_bytes > fetched_share * store.nbytes, "then the disk fetches again"
-        assert begun_bytes - store.size(begun[-1]) <= fetched_share * store.nbytes
+        assert begun_bytes - store.size(begun_paths[-1]) <= fetched_share * store.nbytes
     count = len(store.pending)
     pacer.before_fetch(1000, full=False)
     assert len(store.pending) == count > 0, "the bounce buffer has room"

@@ -280,7 +280,7 @@ def out_of_memory(part: str, used_bytes: int, available_bytes: int) -> OutOfMemo
 
 
 @pytest.mark.parametrize(
-    ("part", "changed"),
+    ("part", "fields"),
     [
         ("load", {"input_bytes"}),
         ("first", {"first_bytes"}),
@@ -292,20 +292,20 @@ def out_of_memory(part: str, used_bytes: int, available_bytes: int) -> OutOfMemo
 )
 @pytest.mark.parametrize(("used_bytes", "more_bytes"), [(9 * MIB, 2 * MIB), (7 * MIB, MIB)])
 def test_the_phase_that_ran_out_of_memory_is_planned_with_what_it_lacked(
-    part: str, changed: set[str], used_bytes: int, more_bytes: int
+    part: str, fields: set[str], used_bytes: int, more_bytes: int
 ) -> None:
     """At least a 64th of the budget more."""
     problem = small_case()
     first, second = problem.phases
-    second = replace(second, pipeline_code_bytes=4096 * ("pipeline_code_bytes" in changed))
+    second = replace(second, pipeline_code_bytes=4096 * ("pipeline_code_bytes" in fields))
     problem = replace(problem, phases=(first, second))
     plan, error = plan_of(problem, TWO), out_of_memory(part, used_bytes, 64 * MIB)
-    remaining = remaining_problem(problem, plan, ["s0", "s1"], error)
-    increased = {name: getattr(second, name) + more_bytes for name in changed}
-    basis = {"basis": "measured"} if changed else {}
-    assert remaining.phases == (first, replace(second, **basis, **increased))
-    assert (remaining.budget_bytes, remaining.runs) == (64 * MIB, 1)
-    assert remaining_problem(problem, plan, ["s1"], error).phases == remaining.phases[1:]
+    new_problem = remaining_problem(problem, plan, ["s0", "s1"], error)
+    increased = {name: getattr(second, name) + more_bytes for name in fields}
+    basis = {"basis": "measured"} if fields else {}
+    assert new_problem.phases == (first, replace(second, **basis, **increased))
+    assert (new_problem.budget_bytes, new_problem.runs) == (64 * MIB, 1)
+    assert remaining_problem(problem, plan, ["s1"], error).phases == new_problem.phases[1:]
 
 
 @pytest.mark.parametrize(
@@ -316,10 +316,10 @@ def test_a_device_with_less_memory_than_planned_is_planned_with_what_it_has(
 ) -> None:
     problem = replace(small_case(), runs=3)
     error = out_of_memory("first", 9 * MIB, available_bytes)
-    remaining = remaining_problem(problem, plan_of(problem, TWO), ["s0", "s1"], error)
-    assert (remaining.budget_bytes, remaining.runs) == (budget_bytes, 1)
-    assert remaining.phases == problem.phases
-    assert remaining.secondaries == problem.secondaries
+    new_problem = remaining_problem(problem, plan_of(problem, TWO), ["s0", "s1"], error)
+    assert (new_problem.budget_bytes, new_problem.runs) == (budget_bytes, 1)
+    assert new_problem.phases == problem.phases
+    assert new_problem.secondaries == problem.secondaries
 
 
 @pytest.mark.parametrize(
@@ -337,9 +337,9 @@ def test_a_secondary_device_that_ran_out_of_memory_is_planned_with_less(
     problem = small_case()
     error = out_of_memory("first", used_bytes, available_bytes)
     error.secondary = 1
-    remaining = remaining_problem(problem, plan_of(problem, TWO), ["s0", "s1"], error)
-    assert [secondary.budget_bytes for secondary in remaining.secondaries] == [
+    new_problem = remaining_problem(problem, plan_of(problem, TWO), ["s0", "s1"], error)
+    assert [secondary.budget_bytes for secondary in new_problem.secondaries] == [
         expected_bytes,
         32 * MIB,
     ]
-    assert (remaining.budget_bytes, remaining.phases) == (problem.budget_bytes, problem.phases)
+    assert (new_problem.budget_bytes, new_problem.phases) == (problem.budget_bytes, problem.phases)

@@ -150,7 +150,7 @@ def test_a_call_out_of_order_names_the_component_the_slot_and_what_was_expected(
 
 
 @pytest.mark.parametrize(
-    ("calls", "refused", "lines"),
+    ("calls", "next_call", "lines"),
     [
         ("", "b", ["  ^ here", "  slot s0/0:a load"]),
         ("a", "b", ["  slot s0/0:a first", "  ^ here", "  slot s0/0:a steady x2", SPILLED]),
@@ -159,13 +159,13 @@ def test_a_call_out_of_order_names_the_component_the_slot_and_what_was_expected(
     ],
 )
 def test_the_error_of_a_call_shows_the_open_slot_and_the_next_one(
-    calls: str, refused: str, lines: list[str]
+    calls: str, next_call: str, lines: list[str]
 ) -> None:
     cursor = cursor_of(RESTORED, (("a", 3),), (("b", 1),))
     for component in calls:
         cursor.enter(component)
-    with pytest.raises(BrokenPlan, match=f"^{refused} was called .*plan again") as error_info:
-        cursor.enter(refused)
+    with pytest.raises(BrokenPlan, match=f"^{next_call} was called .*plan again") as error_info:
+        cursor.enter(next_call)
     assert str(error_info.value).splitlines()[1:] == lines
 
 
