@@ -16,6 +16,7 @@ import torch
 from small_component import (
     THIN,
     WIDE,
+    WIDTH,
     Small,
     device_of,
     plain,
@@ -25,15 +26,18 @@ from small_component import (
     small_problem,
     use,
 )
-from stored_component import host_of, in_backing_store, saved
+from stored_component import host_of, in_backing_store, open_files, saved
 
 from graphrun.errors import InputError, PlanError
+from graphrun.model.hardware import Hardware
 from graphrun.model.plan import Plan
 from graphrun.model.problem import Problem
 from graphrun.modules.blocks import BlockLayout
-from graphrun.runtime.backing import Disk
+from graphrun.runtime.backing import Disk, PacedReads
 from graphrun.runtime.devices.simulated import SimulatedDevice
+from graphrun.runtime.events import EventRecorder
 from graphrun.runtime.host import Host
+from graphrun.runtime.streamer import Streamer, Streaming
 from graphrun.sim import Machine
 from graphrun.trace import Trace
 from graphrun.verify.simulate import simulate
@@ -89,12 +93,21 @@ FROM_DISK = """
 class Case:
     """Two components whose weights lie in files, a plan, and what the plain modules compute."""
 
-    def __init__(self, folder: Path, backing_store: str, text: str, calls: list[str]) -> None:
-        phases = [[use("a", calls.count("a"), ON)], [use("b", calls.count("b"), ON)]]
-        problem = small_problem({}, phases, ON)
+    def __init__(
+        self,
+        folder: Path,
+        backing_store: str,
+        text: str,
+        calls: list[str],
+        hardware: Hardware = ON,
+    ) -> None:
+        phases = [[use(name, calls.count(name), hardware)] for name in ("a", "b")]
+        problem = small_problem({}, phases, hardware)
         self.problem: Problem = replace(
             problem,
-            components=tuple(in_backing_store(backing_store, name, ON) for name in ("a", "b")),
+            components=tuple(
+                in_backing_store(backing_store, name, hardware) for name in ("a", "b")
+            ),
         )
         self.plan: Plan = plan_of(
             self.problem, text.format(backing_store=backing_store, ring_buffer=2 * WIDE)
@@ -184,6 +197,33 @@ def test_a_backing_store_on_disk_is_read_at_every_copy_through_two_blocks_of_mem
     ]
     assert trace.host_bytes == 2 * 2 * max(WIDE, THIN)
     assert torch.equal(case.run().outputs["x"], case.expected)
+
+
+@pytest.mark.parametrize("backing_store", ["pinned", "pageable"])
+def test_files_are_open_from_the_first_to_the_last_read_of_a_backing_store(
+    make: Make, backing_store: str
+) -> None:
+    case = make(backing_store, BESIDE, ["a", "a", "b"])
+    residency, file = case.host.residencies["a"], str(case.folders["a"] / "model.safetensors")
+    residency.prepare_reads()
+    store: Any = residency.backing_store
+    is_open = [file in open_files()]
+    while store.pending:
+        store.begin_next()
+        is_open.append(file in open_files())
+    assert is_open == [False, *[True] * 10, False]
+
+
+def test_a_read_that_has_not_begun_when_its_backing_store_is_dropped_reads_nothing(
+    make: Make,
+) -> None:
+    case = make("disk", FROM_DISK, ["a", "a", "a", "b"])
+    device, residency = with_late_reader(case), case.host.residencies["a"]
+    residency.prepare_reads()
+    assert not residency.backing_store.request("wide.0"), "its copy would make the host wait"
+    residency.drop()
+    assert not device.jobs
+    assert not device.log
 
 
 def test_modules_have_no_weights_on_the_host_after_their_backing_store_is_dropped(
@@ -317,6 +357,35 @@ def test_reads_keep_step_with_fetches_for_copies_as_simulated(tmp_path: Path, te
     assert trace.seconds == pytest.approx(simulation.seconds, rel=0.02)
 
 
+def test_before_a_fetch_that_overwrites_blocks_reads_catch_up_with_the_fetched_share(
+    make: Make,
+) -> None:
+    residency = make("pageable", BESIDE, ["a", "a", "b"]).host.residencies["b"]
+    residency.prepare_reads()
+    store: Any = residency.backing_store
+    pacer = PacedReads([store], fetch_bytes=5000)
+    for fetched_bytes in (0, 1000, 2000, 3000):
+        pacer.before_fetch(1000, full=True)
+        begun_paths = [*residency._blocks][: 11 - len(store.pending)]
+        begun_bytes = sum(map(store.size, begun_paths))
+        fetched_share = fetched_bytes / 5000
+        assert begun_bytes > fetched_share * store.nbytes, "then the disk fetches again"
+        assert begun_bytes - store.size(begun_paths[-1]) <= fetched_share * store.nbytes
+    count = len(store.pending)
+    pacer.before_fetch(1000, full=False)
+    assert len(store.pending) == count > 0, "the bounce buffer has room"
+    pacer.finish()
+    assert not store.pending
+
+
+def test_without_fetches_reads_begin_at_once(make: Make) -> None:
+    residency = make("pageable", BESIDE, ["a", "a", "b"]).host.residencies["b"]
+    residency.prepare_reads()
+    store: Any = residency.backing_store
+    PacedReads([store], fetch_bytes=0)
+    assert not store.pending
+
+
 BESIDE_STREAM = """
     slot s0/0:a load
       read a
@@ -324,7 +393,7 @@ BESIDE_STREAM = """
     slot s0/0:a first
       stream a keep unblocked[0] ring buffer {ring_buffer} B
       run
-    slot s0/0:a steady x9
+    slot s0/0:a steady x{steady}
       stream a keep unblocked[0] ring buffer {ring_buffer} B
       load b all from disk
       run
@@ -338,14 +407,20 @@ BESIDE_STREAM = """
 """
 
 
+@pytest.mark.parametrize(
+    ("flops", "steady"), [(1e11, 9), (1e9, 1)], ids=["copy-bound", "compute-bound"]
+)
 def test_streamed_blocks_overtake_a_prefetch_that_is_still_being_read_as_simulated(
-    tmp_path: Path,
+    flops: float, steady: int, tmp_path: Path
 ) -> None:
-    case = Case(tmp_path, "disk", BESIDE_STREAM, ["a"] * 10 + ["b"])
-    case.problem = replace(
-        case.problem, components=(in_backing_store("pinned", "a", ON), case.problem.components[1])
-    )
-    case.plan = plan_of(case.problem, BESIDE_STREAM.format(ring_buffer=2 * WIDE))
+    """Compute-bound, a prefetch is read before the next streamed block may be copied, and comes
+    first."""
+    hardware = replace(ON, flops_per_second=flops)
+    text = BESIDE_STREAM.replace("{steady}", str(steady))
+    case = Case(tmp_path, "disk", text, ["a"] * (1 + steady) + ["b"], hardware)
+    a = in_backing_store("pinned", "a", hardware)
+    case.problem = replace(case.problem, components=(a, case.problem.components[1]))
+    case.plan = plan_of(case.problem, text.format(ring_buffer=2 * WIDE))
     case.host = host_of(case.problem, case.folders, case.device)
     trace, simulation = case.run(), case.planned()
     assert torch.equal(trace.outputs["x"], case.expected)
@@ -464,6 +539,67 @@ def test_the_host_waits_for_the_read_of_a_block_when_compute_has_reached_it(
         item for path in BLOCKS for item in ((path, "read") if path in reread_blocks else (path,))
     ]
     assert device.log == ["read", *first, *second, *["read"] * 11]
+
+
+def test_a_block_is_ready_when_its_read_ends_before_the_copies_that_are_queued(make: Make) -> None:
+    case = make("pageable", BESIDE, ["a", "b"])
+    device, residency = with_late_reader(case), case.host.residencies["a"]
+    residency.prepare_reads()
+    store: Any = residency.backing_store
+    assert not store.ready("wide.0"), "its read has not begun"
+    while store.pending:
+        store.begin_next()
+    assert not store.ready("wide.0"), "its read has not ended"
+    while device.jobs:
+        device.jobs.popleft()()
+    assert not store.ready("wide.0"), "a copy would wait for its read"
+    device.wait("copy", device.mark("disk"))
+    assert store.ready("wide.0")
+
+
+IN_RAM = [(2, False)] * 3 + [(3, False)] * 2 + [(4, False)] * 3
+FROM_LATE_DISK = [
+    *[(0, True)] * 2,
+    *[(1, True)] * 2,
+    *[(2, True)] * 2,
+    (2, False),
+    *[(3, True)] * 2,
+    (3, False),
+    *[(4, False)] * 2,
+]
+
+
+@pytest.mark.parametrize(
+    ("backing_store", "idle"), [("pinned", IN_RAM), ("disk", FROM_LATE_DISK)], ids=["RAM", "disk"]
+)
+def test_other_copies_may_be_issued_before_each_copy_that_waits_for_compute(
+    make: Make, backing_store: str, idle: list[tuple[int, bool]]
+) -> None:
+    """Through a ring buffer of two blocks. ``idle``: how many blocks were copied each time that
+    other copies could be issued, and whether the next copy then waits for its read."""
+    case, states = make(backing_store, BESIDE, ["a", "b"]), list[tuple[int, bool]]()
+    device = with_late_reader(case) if backing_store == "disk" else case.device
+    residency = case.host.residencies["a"]
+    paths = BLOCKS[:4]
+    with device.capped(1 << 30):
+        residency.prepare_reads()
+        streamer = Streamer(
+            residency,
+            Streaming(paths, (), [(path, 1) for path in paths], 2 * WIDE),
+            EventRecorder(device, device.mark("compute")),
+            lambda: states.append((streamer.streamed_bytes // WIDE, streamer.is_waiting)),
+        )
+        device.wait("copy", device.mark("compute"))
+        streamer.open()
+        streamer.begin_call()
+        x = torch.ones(2, WIDTH, device="cpu")
+        result = residency.module.encode(x.to(device.torch_device))
+        device.barrier()
+        streamer.release()
+        residency.drop()
+        assert torch.equal(result.cpu(), Small().encode(x))
+    assert states == idle
+    assert streamer.streamed_bytes == 4 * WIDE
 
 
 @pytest.mark.parametrize("skip", ["wide.2", "wide.0 wide.1 wide.2 wide.3", "wide.1 thin.0 thin.5"])

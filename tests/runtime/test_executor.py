@@ -161,6 +161,27 @@ def test_the_machine_has_no_more_than_the_budget_and_its_own_capacity_afterwards
     assert device.machine.capacity_bytes == capacity_bytes != problem.effective_bytes
 
 
+@pytest.mark.parametrize("tensor_bytes", [1024, 8192])
+def test_the_cap_leaves_room_for_tensors_of_others_which_are_outside_the_budget(
+    problem: Problem, tensor_bytes: int
+) -> None:
+    """For the caller's up to the reserve, and for all of other code that shares the device."""
+    hardware = replace(problem.hardware, context_bytes=256)
+    problem = replace(problem, reserve_bytes=4096, hardware=hardware)
+    device = device_of(problem)
+    device.foreign_bytes = 512
+    with device.capped(1 << 30):
+        caller_tensor = device.allocate(tensor_bytes)
+    capacities = []
+    host = Host({"a": Small(), "b": Small(1)}, problem, device)
+    host.modules["a"].callback = lambda _: capacities.append(device.machine.capacity_bytes)
+    plan = plan_of(problem, PREFETCH.format(ring_buffer=2 * WIDE))
+    trace = run(problem, plan, host, device, CALLS)
+    assert trace.process_bytes == 0, "the process has other memory"
+    assert set(capacities) == {problem.effective_bytes + min(tensor_bytes, 4096) + 512}
+    del caller_tensor
+
+
 def test_the_device_of_a_problem_is_opened_with_its_rates() -> None:
     device = open_device(small_problem({"a": Small()}, [], small_hardware(h2d=2e9, flops=3e9)))
     assert device.name == "sim"

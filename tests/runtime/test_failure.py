@@ -3,7 +3,10 @@ a correct next run."""
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +25,20 @@ from small_component import (
     use,
 )
 
-from graphrun.errors import BrokenPlan, GraphrunError, OutOfMemory, TransferFailed
+from graphrun.errors import (
+    BrokenPlan,
+    GraphrunError,
+    InputError,
+    OutOfMemory,
+    StageError,
+    TransferFailed,
+)
 from graphrun.model.plan import Plan
 from graphrun.model.problem import Problem
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
+from graphrun.runtime.leftovers import error_to_raise, leftovers
+from graphrun.verify.simulate import simulate
 
 CALLS = ["a"] * 4 + ["b"]
 
@@ -184,6 +196,138 @@ def test_the_module_that_keeps_a_tensor_on_the_device_is_named(case: Case) -> No
     case.ends_clean()
 
 
+def test_bytes_that_stay_on_the_device_after_a_failed_run_are_noted_with_their_holder(
+    case: Case,
+) -> None:
+    with case.device.capped(1 << 30):
+        caller_tensor = torch.ones(1000, device=case.device.torch_device)
+    clones: list[torch.Tensor] = []
+
+    def inside(x: torch.Tensor) -> None:
+        clones.append(x.clone())
+        raise ValueError("bad shape")
+
+    case.modules["a"].callback = inside
+    try:
+        with pytest.raises(ValueError, match="bad shape") as error_info:
+            case.run()
+    finally:
+        case.modules["a"].callback = None
+    assert "\n4.00 KiB stayed on the device: " in "\n".join(["", *error_info.value.__notes__])
+    clones.clear()
+    del caller_tensor
+    case.ends_clean()
+
+
+KEPT = SimpleNamespace()  # what the code of a component keeps
+
+
+def keep_in_global(x: torch.Tensor) -> None:
+    KEPT.globals = {"__name__": "script", "__builtins__": {}, "latents": x.clone()}
+
+
+def keep_in_dict(x: torch.Tensor) -> None:
+    KEPT.tensors = {"first": x.clone()}
+
+
+def keep_in_state(x: torch.Tensor) -> None:
+    KEPT.module.wide[1].state = SimpleNamespace(scale=x.clone())
+
+
+def keep_in_frame(x: torch.Tensor) -> None:
+    local_tensor = x.clone()  # noqa: F841 (the frame keeps it)
+    del x
+    KEPT.frame = sys._getframe()
+
+
+def keep_two_sizes(x: torch.Tensor) -> None:
+    KEPT.tensors = {"small": x[0].clone(), "large": x.clone()}
+
+
+@pytest.mark.parametrize(
+    ("keep", "holders"),
+    [
+        (keep_in_global, "script.latents (4.00 KiB)"),
+        (keep_in_dict, "a dict's 'first' (4.00 KiB)"),
+        (keep_in_state, "a.wide.1.state.scale (4.00 KiB)"),
+        (keep_in_frame, "local_tensor in keep_in_frame() (4.00 KiB)"),
+        (keep_two_sizes, "a dict's 'large' (4.00 KiB), a dict's 'small' (512 B)"),
+    ],
+)
+def test_the_holder_of_a_tensor_that_stays_on_the_device_is_named(
+    case: Case, keep: Callable[[torch.Tensor], None], holders: str
+) -> None:
+    KEPT.module = module = case.modules["a"]
+    with case.device.capped(1 << 30):
+        keep(torch.ones(16, 64, device=case.device.torch_device))
+    try:
+        text = leftovers(case.device, case.modules)
+        assert text.startswith("4.00 KiB torch.float32 (16, 64)")
+        assert text.endswith(f"; held by {holders}")
+    finally:
+        vars(KEPT).clear()
+        vars(module.wide[1]).pop("state", None)
+    case.ends_clean()
+
+
+def test_of_many_tensors_that_stay_on_the_device_the_five_largest_are_listed(case: Case) -> None:
+    shapes = [*[(1, 64)] * 3, *[(16, 64)] * 4]
+    with case.device.capped(1 << 30):
+        tensors = [torch.ones(shape, device=case.device.torch_device) for shape in shapes]
+    large, small = "4.00 KiB torch.float32 (16, 64)", "512 B torch.float32 (1, 64)"
+    allocations = ", ".join([*[large] * 4, small])
+    holders = ", ".join([*["a list (4.00 KiB)"] * 4, "a list (512 B)"])
+    text = leftovers(case.device, case.modules)
+    assert text == f"{allocations} and 2 more; held by {holders}"
+    tensors.clear()
+    case.ends_clean()
+
+
+def caused_by(error: BaseException, cause: BaseException) -> BaseException:
+    """As ``raise error from cause`` where ``cause`` is handled."""
+    error.__cause__ = error.__context__ = cause
+    return error
+
+
+def test_the_error_that_explains_a_failure_is_raised_in_its_place(case: Case) -> None:
+    stage_error, input_error = StageError("denoise failed"), InputError("no such prompt")
+    memory_error = torch.OutOfMemoryError("sim out of memory")
+    for error, expected in (
+        (stage_error, stage_error),
+        (caused_by(StageError("denoise failed"), input_error), input_error),
+        (caused_by(stage_error, ValueError("bad shape")), stage_error),
+        (caused_by(KeyboardInterrupt(), input_error), None),
+        (caused_by(input_error, caused_by(ValueError("again"), input_error)), input_error),
+    ):
+        assert error_to_raise(error, case.device, "slot end") is (expected or error)
+    for error in (
+        ExceptionGroup("two workers", [ValueError("bad shape"), memory_error]),
+        caused_by(stage_error, memory_error),
+        caused_by(ValueError("again"), caused_by(RuntimeError("odd"), memory_error)),
+    ):
+        explained = error_to_raise(error, case.device, "slot end")
+        assert isinstance(explained, OutOfMemory)
+        assert str(explained) == "slot end: sim out of memory"
+
+
+def test_no_error_in_a_chain_keeps_its_traceback(case: Case) -> None:
+    def fails() -> None:
+        try:
+            raise ValueError("bad shape")
+        except ValueError as error:
+            raise RuntimeError("attention failed") from error
+
+    with pytest.raises(RuntimeError) as error_info:
+        fails()
+    error = error_info.value
+    cause = error.__cause__
+    assert cause is not None
+    assert cause.__traceback__ is not None
+    assert error_to_raise(error, case.device, "slot end") is error
+    assert error.__traceback__ is cause.__traceback__ is None
+    assert error.__notes__[0].startswith("in slot end; raised at\n")
+
+
 def test_reference_cycles_of_the_ops_code_do_not_keep_the_device(case: Case) -> None:
     class Node:
         def __init__(self, x: torch.Tensor) -> None:
@@ -205,6 +349,9 @@ def test_a_baseline_that_was_there_before_stays(case: Case) -> None:
     trace = run(case.problem, case.plan, case.host, case.device, CALLS)
     assert trace.baseline_bytes == 4096
     assert trace.left_bytes == 0
+    assert [slot.planned_peaks for slot in trace.slots] == [
+        (slot.peak_bytes + 4096,) for slot in simulate(case.problem, case.plan).slots
+    ]
     case.device.machine.fail_copy = 20
     with pytest.raises(GraphrunError):
         case.run()

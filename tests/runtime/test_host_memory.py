@@ -3,10 +3,13 @@ takes seconds. Plans know both."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from mmap import PAGESIZE
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
 
@@ -143,6 +146,52 @@ def test_page_locking_goes_on_beside_reads_and_takes_the_planned_seconds(tmp_pat
     assert case.simulation.slots[1].seconds == pytest.approx(
         case.simulation.slots[1].compute_seconds
     ), "hidden behind compute"
+
+
+@pytest.mark.parametrize("backing_store", ["pinned", "pageable"])
+def test_the_weights_of_a_module_passed_in_are_page_locked_if_the_plan_says_so(
+    backing_store: str,
+) -> None:
+    problem = small_problem({}, [[use("a", 1, ON)]], ON)
+    component = in_backing_store(backing_store, "a", ON)
+    device = device_of(problem := replace(problem, components=(component,)))
+    host = Host({"a": Small()}, problem, device)
+    arena_bytes = device.arenas.nbytes("arenas")
+    assert arena_bytes == host.residencies["a"].backing_store.nbytes > 0
+    assert device.arenas.nbytes("pinned") == (arena_bytes if backing_store == "pinned" else 0)
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGESIZE, PAGESIZE + 1])
+def test_host_memory_that_can_be_page_locked_is_on_pages_of_its_own(nbytes: int) -> None:
+    device = device_of(small_problem({}, []))
+    arenas = [device.arena(nbytes) for _ in range(3)]
+    assert device.arenas.nbytes("arenas") == 3 * nbytes
+    for arena in arenas:
+        assert (arena.numel(), arena.data_ptr() % PAGESIZE) == (nbytes, 0)
+        end = arena.storage_offset() + round_up(nbytes, PAGESIZE)
+        assert end <= arena.untyped_storage().nbytes()
+
+
+def test_host_memory_counts_until_its_storage_is_freed_and_not_in_a_forked_process() -> None:
+    arenas = device_of(small_problem({}, [])).arenas
+    memory = torch.zeros(100, dtype=torch.float32)
+    arenas.count("arenas", memory)
+    part = memory[:10]
+
+    def child() -> None:
+        arenas.count("arenas", torch.zeros(10))
+        os._exit(arenas.nbytes("arenas"))
+
+    process = get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    del memory
+    assert arenas.nbytes("arenas") == 400, "a view keeps the storage"
+    del part
+    assert (arenas.nbytes("arenas"), arenas.peak_bytes("arenas")) == (0, 400)
+    arenas.reset_peaks()
+    assert arenas.peak_bytes("arenas") == 0
 
 
 def test_memory_is_page_locked_by_a_thread_of_its_own(

@@ -13,14 +13,23 @@ import torch
 from graphrun.runtime.devices import accelerator
 from graphrun.runtime.devices.accelerator import PROOF_BYTES, PROOF_COPIES, overlap_fault
 
+HOST = "a copy from page-locked memory makes the host wait"
+KERNEL = "a kernel waits for copies on another stream"
+
 
 class TimedDevice:
-    """A copy from page-locked memory takes a second. ``waits``: who waits for copies, the host or a
-    kernel; "host, at first": the host, in the first test only."""
+    """A copy from page-locked memory takes a second. ``host_share``, ``kernel_share``: the share of
+    the copies that the host and a kernel wait for. ``is_once``: only in the first test."""
 
-    def __init__(self, waits: str) -> None:
-        self.waits, self.now_seconds, self.copies_end_seconds = waits, 0.0, 0.0
+    def __init__(self, host_share: float, kernel_share: float, is_once: bool) -> None:
+        self.host_share, self.kernel_share, self.is_once = host_share, kernel_share, is_once
+        self.now_seconds = self.begin_seconds = self.copies_end_seconds = 0.0
         self.copy_counts = [0]
+
+    def end_of(self, share: float) -> float:
+        """The end of this share of the copies since the last barrier."""
+        copies_seconds = self.copies_end_seconds - self.begin_seconds
+        return max(self.now_seconds, self.begin_seconds + share * copies_seconds)
 
     def arena(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         assert (nbytes, pinned) == (PROOF_BYTES, True)
@@ -34,13 +43,11 @@ class TimedDevice:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.copy_counts[-1] += 1
         self.copies_end_seconds = max(self.copies_end_seconds, self.now_seconds) + 1
-        is_first_test = len(self.copy_counts) == 2
-        if self.waits == "host" or (self.waits == "host, at first" and is_first_test):
-            self.now_seconds = self.copies_end_seconds
+        if not self.is_once or len(self.copy_counts) == 2:
+            self.now_seconds = self.end_of(self.host_share)
 
     def mark(self, stream: str) -> Any:
-        kernel_waits = self.waits == "kernel"
-        end = self.copies_end_seconds if stream == "copy" or kernel_waits else self.now_seconds
+        end = self.end_of(1.0 if stream == "copy" else self.kernel_share)
 
         def synchronize() -> None:
             self.now_seconds = max(self.now_seconds, end)
@@ -53,23 +60,32 @@ class TimedDevice:
         return nullcontext()
 
     def barrier(self) -> None:
-        self.now_seconds = max(self.now_seconds, self.copies_end_seconds)
+        self.now_seconds = self.begin_seconds = max(self.now_seconds, self.copies_end_seconds)
         self.copy_counts.append(0)
 
 
 @pytest.mark.parametrize(
-    ("waits", "fault", "tests"),
+    ("host_share", "kernel_share", "is_once", "fault", "tests"),
     [
-        ("nobody", "", 1),
-        ("host", "a copy from page-locked memory makes the host wait", 3),
-        ("kernel", "a kernel waits for copies on another stream", 3),
-        ("host, at first", "", 2),
+        (0.0, 0.0, False, "", 1),
+        (1.0, 0.0, False, HOST, 3),
+        (0.6, 0.0, False, HOST, 3),
+        (0.4, 0.0, False, "", 1),
+        (0.0, 1.0, False, KERNEL, 3),
+        (0.0, 0.9, False, KERNEL, 3),
+        (0.0, 0.7, False, "", 1),
+        (1.0, 0.0, True, "", 2),
     ],
 )
 def test_who_waits_for_copies_is_found(
-    waits: str, fault: str, tests: int, monkeypatch: pytest.MonkeyPatch
+    host_share: float,
+    kernel_share: float,
+    is_once: bool,
+    fault: str,
+    tests: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device: Any = TimedDevice(waits)
+    device: Any = TimedDevice(host_share, kernel_share, is_once)
     clock = SimpleNamespace(perf_counter=lambda: device.now_seconds)
     monkeypatch.setattr(accelerator, "time", clock)
     assert overlap_fault(device) == fault

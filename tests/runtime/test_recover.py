@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_component import Small, plan_of, small_hardware, small_problem, use
 from whole_pipelines import TinyPipeline, pixels, planned
 
 from graphrun.errors import OutOfMemory
-from graphrun.model.problem import Problem
-from graphrun.runtime.recovery import execute
+from graphrun.model.problem import Problem, Secondary
+from graphrun.runtime.recovery import execute, remaining_problem
 from graphrun.trace import Trace
+from graphrun.units import MIB
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import solution_of
 
@@ -40,6 +43,7 @@ def run(
         host=whole.host,
         tell=messages.append,
         keep=keep,
+        ram_bytes=solution.simulation.host_peak_bytes,
     )
 
 
@@ -97,6 +101,13 @@ def test_memory_that_vanishes_in_a_stage_has_the_remaining_stages_planned_again(
         <= budget_bytes
     )
     assert [slot.part for slot in trace.slots][-1] == "end"
+    assert trace.slots[0].start_seconds == pytest.approx(0, abs=1e-3)
+    for slot, next_slot in pairwise(trace.slots):
+        assert slot.start_seconds <= slot.end_seconds <= next_slot.start_seconds
+    for event in trace.events:
+        slot = trace.slots[event.slot]
+        assert slot.start_seconds <= event.start_seconds
+        assert event.end_seconds <= slot.end_seconds
     assert whole.device.allocated_bytes == 0
 
 
@@ -236,3 +247,99 @@ def test_values_that_cannot_be_copied_from_the_device_end_the_run(whole: TinyPip
         in str(error_info.value)
     )
     assert whole.device.allocated_bytes == 0
+
+
+TWO = """
+    slot s0/0:a load
+      load a all from pinned
+    slot s0/0:a first
+      run
+    slot s1/0:b load
+      evict a all
+      load b all from pinned
+    slot s1/0:b first
+      run
+    slot end
+      evict b all
+"""
+
+
+def small_case() -> Problem:
+    """Two stages with 64 MiB for tensors, and two secondary devices with 32 MiB."""
+    uses = [[use(name, 1, small_hardware())] for name in ("a", "b")]
+    problem = small_problem({"a": Small(), "b": Small()}, uses, budget=64 * MIB)
+    return replace(problem, secondaries=(Secondary(small_hardware(), 32 * MIB),) * 2)
+
+
+def out_of_memory(part: str, used_bytes: int, available_bytes: int) -> OutOfMemory:
+    """The second stage had ``used_bytes`` of 10 MiB, and could not allocate 3 MiB more."""
+    error = OutOfMemory("sim out of memory: tried to allocate 3.00 MiB")
+    error.phase, error.part, error.planned_bytes = "s1/0:b", part, 10 * MIB
+    error.peak_bytes, error.available_bytes = used_bytes, available_bytes
+    return error
+
+
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        ("load", {"input_bytes"}),
+        ("first", {"first_bytes"}),
+        ("steady", {"steady_bytes"}),
+        ("first", {"first_bytes", "pipeline_code_bytes"}),
+        ("steady", {"steady_bytes", "pipeline_code_bytes"}),
+        ("", set[str]()),
+    ],
+)
+@pytest.mark.parametrize(("used_bytes", "more_bytes"), [(9 * MIB, 2 * MIB), (7 * MIB, MIB)])
+def test_the_phase_that_ran_out_of_memory_is_planned_with_what_it_lacked(
+    part: str, fields: set[str], used_bytes: int, more_bytes: int
+) -> None:
+    """At least a 64th of the budget more."""
+    problem = small_case()
+    first, second = problem.phases
+    second = replace(second, pipeline_code_bytes=4096 * ("pipeline_code_bytes" in fields))
+    problem = replace(problem, phases=(first, second))
+    plan, error = plan_of(problem, TWO), out_of_memory(part, used_bytes, 64 * MIB)
+    new_problem = remaining_problem(problem, plan, ["s0", "s1"], error)
+    increased = {name: getattr(second, name) + more_bytes for name in fields}
+    basis = {"basis": "measured"} if fields else {}
+    assert new_problem.phases == (first, replace(second, **basis, **increased))
+    assert (new_problem.budget_bytes, new_problem.runs) == (64 * MIB, 1)
+    assert remaining_problem(problem, plan, ["s1"], error).phases == new_problem.phases[1:]
+
+
+@pytest.mark.parametrize(
+    ("available_bytes", "budget_bytes"), [(64 * MIB - 1, 64 * MIB - 1), (0, 1)]
+)
+def test_a_device_with_less_memory_than_planned_is_planned_with_what_it_has(
+    available_bytes: int, budget_bytes: int
+) -> None:
+    problem = replace(small_case(), runs=3)
+    error = out_of_memory("first", 9 * MIB, available_bytes)
+    new_problem = remaining_problem(problem, plan_of(problem, TWO), ["s0", "s1"], error)
+    assert (new_problem.budget_bytes, new_problem.runs) == (budget_bytes, 1)
+    assert new_problem.phases == problem.phases
+    assert new_problem.secondaries == problem.secondaries
+
+
+@pytest.mark.parametrize(
+    ("used_bytes", "available_bytes", "expected_bytes"),
+    [
+        (9 * MIB, 64 * MIB, 30 * MIB),
+        (7 * MIB, 64 * MIB, 32 * MIB - MIB // 2),
+        (9 * MIB, 20 * MIB, 20 * MIB),
+        (99 * MIB, 64 * MIB, 0),
+    ],
+)
+def test_a_secondary_device_that_ran_out_of_memory_is_planned_with_less(
+    used_bytes: int, available_bytes: int, expected_bytes: int
+) -> None:
+    problem = small_case()
+    error = out_of_memory("first", used_bytes, available_bytes)
+    error.secondary = 1
+    new_problem = remaining_problem(problem, plan_of(problem, TWO), ["s0", "s1"], error)
+    assert [secondary.budget_bytes for secondary in new_problem.secondaries] == [
+        expected_bytes,
+        32 * MIB,
+    ]
+    assert (new_problem.budget_bytes, new_problem.phases) == (problem.budget_bytes, problem.phases)

@@ -24,8 +24,9 @@ from small_component import (
     use,
 )
 
-from graphrun.errors import OutOfMemory, TransferFailed
+from graphrun.errors import BrokenPlan, OutOfMemory, PlanError, TransferFailed
 from graphrun.model.problem import Problem, Secondary
+from graphrun.runtime.devices.open import open_devices
 from graphrun.runtime.executor import PlanSession
 from graphrun.runtime.host import Host
 from graphrun.verify.check import check
@@ -183,6 +184,24 @@ def test_the_cap_of_the_secondary_holds() -> None:
     )
     assert device.allocated_bytes == device.secondaries[0].allocated_bytes == 0
     assert all(map(untouched, host_modules.values()))
+
+
+def test_a_tensor_that_stays_on_the_secondary_after_a_run_is_named() -> None:
+    problem, host_modules, clones = case(), modules(), list[torch.Tensor]()
+    device = device_of(problem)
+    host_modules["b"].callback = lambda x: clones.append(x.clone())
+    stays = r"8.00 KiB stayed on the device1 after the run: 4.00 KiB torch.float32 \(16, 64\), "
+    with pytest.raises(BrokenPlan, match=stays):
+        run(problem, plan_of(problem, TEXT), Host(host_modules, problem, device), device, CALLS)
+    assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 8192]
+
+
+def test_a_plan_for_two_devices_is_refused_on_one() -> None:
+    problem = case()
+    device = open_devices([problem.hardware])
+    host = Host(modules(), replace(problem, secondaries=()), device_of(problem))
+    with pytest.raises(PlanError, match="the plan is for 2 devices, and 1 were opened: plan again"):
+        PlanSession(solution_of(problem, plan_of(problem, TEXT)), host, device)
 
 
 @pytest.mark.parametrize("step", sampled((1, 37), (37,), "faults"))

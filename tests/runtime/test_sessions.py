@@ -21,7 +21,7 @@ from small_component import (
 )
 from stored_component import host_of, in_backing_store, saved
 
-from graphrun.errors import PlanError, TransferFailed
+from graphrun.errors import OutOfMemory, PlanError, TransferFailed
 from graphrun.runtime.executor import PlanSession
 from graphrun.verify.simulate import simulate
 from graphrun.verify.solution import solution_of
@@ -148,6 +148,21 @@ def test_the_first_slot_may_be_performed_ahead_and_an_error_in_it_empties_the_de
             slot.start_seconds for slot in trace.slots
         )
     assert further_run.moved_bytes < first_run.moved_bytes
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_an_allocation_refused_in_the_first_slot_names_it_and_measures_the_device(
+    case: Case, is_ahead: bool
+) -> None:
+    with PlanSession(solution_of(case.problem, case.plan), case.host, case.device) as session:
+        case.device.machine.fail_allocation = 2
+        with pytest.raises(OutOfMemory) as error_info:
+            session.load_ahead() if is_ahead else session.run(case.work)
+    error = error_info.value
+    assert (error.secondary, error.phase, error.part) == (0, "s0/0:a", "load")
+    assert error.available_bytes == case.problem.effective_bytes
+    assert 0 < error.peak_bytes < error.planned_bytes
+    assert error.planned_bytes == simulate(case.problem, case.plan).slots[0].peak_bytes
 
 
 def test_a_plan_for_one_run_is_not_run_twice_in_a_session(case: Case) -> None:

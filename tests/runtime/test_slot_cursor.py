@@ -34,6 +34,7 @@ RESTORED = """
     slot s1/0:b first
     slot end
 """
+SPILLED, READ = "    spill latents", "    restore latents"  # in the text of errors
 SAME = """
     slot s0/0:a load
     slot s0/0:a first
@@ -146,6 +147,35 @@ def test_a_call_out_of_order_names_the_component_the_slot_and_what_was_expected(
         match="a was called out of order in slot s1/0:b first: the plan expects nothing more",
     ):
         cursor.enter("a")
+
+
+@pytest.mark.parametrize(
+    ("calls", "next_call", "lines"),
+    [
+        ("", "b", ["  ^ here", "  slot s0/0:a load"]),
+        ("a", "b", ["  slot s0/0:a first", "  ^ here", "  slot s0/0:a steady x2", SPILLED]),
+        ("aa", "c", ["  slot s0/0:a steady x2", SPILLED, "  ^ here", "  slot s1/0:b load", READ]),
+        ("aaab", "a", ["  slot s1/0:b first", "  ^ here", "  slot end"]),
+    ],
+)
+def test_the_error_of_a_call_shows_the_open_slot_and_the_next_one(
+    calls: str, next_call: str, lines: list[str]
+) -> None:
+    cursor = cursor_of(RESTORED, (("a", 3),), (("b", 1),))
+    for component in calls:
+        cursor.enter(component)
+    with pytest.raises(BrokenPlan, match=f"^{next_call} was called .*plan again") as error_info:
+        cursor.enter(next_call)
+    assert str(error_info.value).splitlines()[1:] == lines
+
+
+def test_a_call_that_a_slot_opened_ahead_is_not_for_names_that_slot() -> None:
+    cursor = two()
+    cursor.open_ahead()
+    with pytest.raises(BrokenPlan, match="in slot s0/0:a load: .* a next") as error_info:
+        cursor.enter("b")
+    lines = ["  slot s0/0:a load", "  ^ here", "  slot s0/0:a first"]
+    assert str(error_info.value).splitlines()[1:] == lines
 
 
 def test_leaving_a_phase_before_its_steady_slot_is_an_error() -> None:

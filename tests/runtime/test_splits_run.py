@@ -4,6 +4,8 @@ nothing left after an error."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +22,14 @@ from small_component import (
     untouched,
     use,
 )
+from torch import nn
 
 from graphrun.errors import OutOfMemory, TransferFailed
 from graphrun.model.problem import LiveTensor, Problem, Secondary
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.host import Host
+from graphrun.runtime.transfer import call_split
 from graphrun.verify.check import check
 from graphrun.verify.simulate import simulate
 
@@ -143,6 +147,37 @@ def test_blocks_on_two_secondaries_give_the_same_bits_in_the_planned_time() -> N
     assert min(simulated.slots[0].secondary_peaks) > 0
     assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0, 0]
     assert all(map(untouched, host_modules.values()))
+
+
+class Passing(nn.Module):
+    """Returns both inputs, a sum twice, and an empty tensor."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        total = x + y
+        return {"x": x, "y": y, "total": total, "again": total, "empty": x[:0]}
+
+
+def test_each_tensor_is_copied_to_the_secondary_and_back_once_and_inputs_are_not() -> None:
+    device = planned(case(), WHOLE)[1]
+    (secondary,) = device.secondaries
+    module = nn.ModuleDict({"first": Passing(), "second": Passing()})
+    residency: Any = SimpleNamespace(module=module, splits=[(secondary, tuple(module))])
+    with device.capped(1 << 30):
+        x = torch.ones(1000, device="cpu").to(device.torch_device)
+
+        def proceed(x: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+            first = module["first"](x, x)
+            return [first, module["second"](x, first["total"])]
+
+        first, second = call_split(device, residency, {}, proceed, (x,), {})
+        assert first["x"] is first["y"] is second["x"] is x
+        assert second["y"] is first["again"] is first["total"]
+        assert second["total"].tolist() == [3.0] * 1000
+        for tensor in (*first.values(), *second.values()):
+            assert tensor.device == device.torch_device
+    assert device.machine.bytes_across == x.nbytes
+    assert secondary.machine.bytes_across == 2 * x.nbytes
+    assert not any(block._forward_pre_hooks or block._forward_hooks for block in module.values())
 
 
 def test_the_cap_of_the_secondary_holds() -> None:

@@ -312,7 +312,14 @@ def test_two_components_that_alternate_stream_through_a_ring_buffer_each() -> No
 
 
 @pytest.mark.parametrize(
-    "skip", ["wide.1", "thin.5", "wide.0 wide.1 wide.2 wide.3", "thin.0 thin.2 thin.4 wide.3"]
+    "skip",
+    [
+        "wide.1",
+        "thin.5",
+        "wide.0 wide.1 wide.2 wide.3",
+        "thin.0 thin.2 thin.4 wide.3",
+        "wide.0 wide.1 wide.2 wide.3 thin.0 thin.1 thin.2 thin.3 thin.4",
+    ],
 )
 def test_a_call_that_leaves_blocks_out_is_served(skip: str) -> None:
     module, expected = Small(), Small()
