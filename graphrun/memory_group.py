@@ -180,10 +180,11 @@ class MemoryGroup:
         The kernel's mark of the group's usage less the page cache and freed parts of huge pages,
         or a higher sample of memory.stat. A huge page stays in the usage until all of it is freed,
         or until memory is short, when the kernel splits it (Transparent Hugepage Support, "Partial
-        unmap and deferred_split_folio()"). Without both the error is 64 pages for each CPU that the
-        group runs on. A peak between two samples may be wrong by the page cache that is read or
-        dropped between them. On version 2 before Linux 6.12, a peak below an earlier mark comes
-        from samples. ``usage_peak_bytes`` is an upper bound.
+        unmap and deferred_split_folio()"). Where there is neither page cache nor such a part, the
+        error is 64 pages for each CPU that the group runs on. A peak between two samples may be
+        wrong by the page cache that is read or dropped between them. On version 2 before Linux
+        6.12, a peak below an earlier mark comes from samples. ``usage_peak_bytes`` is an upper
+        bound.
         """
         self._sample()
         return self.outside_bytes + self._peak_bytes
