@@ -9,9 +9,9 @@
 A cell is one model, tool, cap and run, from files to picture, in a process in a memory cgroup of
 exactly the cap (page cache included, no swap). If groups are not available, cells run without a
 limit, and the results say so. The page cache is dropped before each cell. Each cell is saved when
-it ends; the same command run again continues with the missing cells. --forget TOOL removes the
-cells of a tool. Next to the weights, the copies of one tool at a time are on disk; they are deleted
-after its cells.
+it ends; the same command run again continues with the cells that the results lack of this
+processor. --forget TOOL removes the cells of a tool. Next to the weights, the copies of one tool at
+a time are on disk; they are deleted after its cells.
 
     seconds    from the first open file to the picture; a step: median time between ends of steps
     read       bytes that the process read from block devices
@@ -150,8 +150,8 @@ class Results:
             self.cells = json.loads(self.path.read_text())["cells"]
 
     def find(self, model: str, tool: str, cap: float | None, run: int) -> dict[str, Any] | None:
-        """Return a cell; None if it has not run."""
-        key = (model, tool, cap, run)
+        """Return a cell of this machine; None if it has not run."""
+        key = (model, tool, cap, run, machine()["processor"])
         return next((cell for cell in self.cells if _key(cell) == key), None)
 
     def add(self, cell: dict[str, Any]) -> None:
@@ -177,7 +177,12 @@ class Results:
 
 
 def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
-    return cell["model"], cell["tool"], cell["cap_gib"], cell["run"]
+    return *(cell[name] for name in ("model", "tool", "cap_gib", "run")), _processor(cell)
+
+
+def _processor(cell: dict[str, Any]) -> str:
+    processor: str = cell["machine"]["processor"]
+    return processor
 
 
 def drop_page_cache(folders: Sequence[Path], *, whole: bool) -> None:
@@ -606,7 +611,8 @@ def run_all(options: argparse.Namespace) -> None:
             if options.delete and not cells:
                 bench.delete(model)
     for model in models:
-        if rows := [cell for cell in results.cells if cell["model"] == model.name]:
+        rows = [cell for cell in results.cells if cell["model"] == model.name]
+        if rows := [row for row in rows if _processor(row) == machine()["processor"]]:
             print(f"\n{table(rows)}")
     if remaining_cells:
         print(f"\n{remaining_cells} cells are left: type the same command again")

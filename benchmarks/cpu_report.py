@@ -22,6 +22,7 @@ RESULTS = ROOT / "benchmarks/results/cpu.json"
 PAGE = ROOT / "docs/cpu-measured.md"
 CHARTS = ROOT / "docs/img"
 README = ROOT / "README.md"
+TRADEMARKS = re.compile(r"\((?:R|TM)\)")
 REGION = re.compile(
     r"(?<=<!-- written by benchmarks/cpu.py --report -->\n).*?(?=<!-- end -->)", re.S
 )
@@ -247,12 +248,22 @@ def _picture(cell: Cell, cells: Iterable[Cell]) -> str:
     return f"differs by {cell['difference']:.1g}" if "difference" in cell else ""
 
 
-def by_model(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
-    """Yield the cells of each model that has measured ones."""
-    for name in dict.fromkeys(cell["model"] for cell in cells):
-        group = [cell for cell in cells if cell["model"] == name]
-        if caps_of(group):
-            yield group
+def by_machine(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """Yield the cells of each model on each processor, if any is measured. Models are in order."""
+    models = list(dict.fromkeys(cell["model"] for cell in cells))
+    groups: dict[tuple[int, str], list[Cell]] = {}
+    for cell in cells:
+        key = models.index(cell["model"]), cell["machine"]["processor"]
+        groups.setdefault(key, []).append(cell)
+    for key in sorted(groups, key=lambda key: key[0]):
+        if caps_of(groups[key]):
+            yield groups[key]
+
+
+def _file_name(cells: Sequence[Cell]) -> str:
+    """Return the name of the chart of a model on a processor, without its ending."""
+    words = re.findall(r"[a-z0-9.]+", TRADEMARKS.sub("", cells[0]["machine"]["processor"]).lower())
+    return "-".join(["cpu", cells[0]["model"], *words])
 
 
 def page(cells: Sequence[Cell]) -> str:
@@ -285,24 +296,25 @@ def page(cells: Sequence[Cell]) -> str:
         "*own sampler*: another program with its own noise."
         + (SD_CPP if any(cell["tool"] == "sd.cpp" for cell in cells) else ""),
     ]
-    for group in by_model(cells):
-        name = group[0]["model"]
-        parts += [f"## {name}", f"{_drawing(name, 'light')}\n{_drawing(name, 'dark')}"]
+    for group in by_machine(cells):
+        if (heading := f"## {group[0]['model']}") not in parts:
+            parts.append(heading)
+        parts.append(f"{_drawing(group, 'light')}\n{_drawing(group, 'dark')}")
         parts.append(table(group))
     if len(parts) == 5:
         parts.append("No cell has run yet.")
     return folded("\n\n".join(parts)) + "\n"
 
 
-def _drawing(name: str, theme: str) -> str:
-    """Return the Markdown of the drawing of ``name`` that pages of a ``theme`` show."""
-    file = f"cpu-{name}{'-dark' if theme == 'dark' else ''}.svg"
-    return f"![{name}: seconds against the cap](img/{file}#gh-{theme}-mode-only)"
+def _drawing(cells: Sequence[Cell], theme: str) -> str:
+    """Return the Markdown of the drawing of ``cells`` that pages of a ``theme`` show."""
+    file = f"{_file_name(cells)}{'-dark' if theme == 'dark' else ''}.svg"
+    return f"![{cells[0]['model']}: seconds against the cap](img/{file}#gh-{theme}-mode-only)"
 
 
 def readme(cells: Sequence[Cell]) -> str:
-    """Return README's lines on the first model that graphrun and mmap ran; "" without one."""
-    for group in by_model(cells):
+    """Return README's lines on the first model and machine that graphrun and mmap ran, or \"\"."""
+    for group in by_machine(cells):
         rows, spreads = [], list[Spread]()
         for cap in caps_of(group):
             medians = [
@@ -318,13 +330,13 @@ def readme(cells: Sequence[Cell]) -> str:
                 ]
                 spreads.append((max(runs) / min(runs), cap, min(runs), max(runs), len(runs)))
         if rows:
-            name = group[0]["model"]
+            name, file = group[0]["model"], _file_name(group)
             return (
                 "\n<picture>\n"
                 '  <source media="(prefers-color-scheme: dark)" '
-                f'srcset="docs/img/cpu-{name}-dark.svg">\n'
+                f'srcset="docs/img/{file}-dark.svg">\n'
                 '  <img alt="Seconds from files to picture against the memory cap: graphrun and '
-                f'other tools" src="docs/img/cpu-{name}.svg">\n'
+                f'other tools" src="docs/img/{file}.svg">\n'
                 f"</picture>\n\nOn a CPU, {name} within a memory cap, seconds "
                 "from files to picture (mmap: diffusers' `from_pretrained`):\n"
                 + "; ".join(
@@ -350,7 +362,7 @@ def _spread_text(spread: Spread) -> str:
 
 def write_report(cells: Sequence[Cell]) -> Iterator[Path]:
     """Write docs/cpu-measured.md, the charts and README's lines; yield the files."""
-    for group in by_model(cells):
+    for group in by_machine(cells):
         yield chart(group, CHARTS)
     PAGE.write_text(page(cells), encoding="utf-8")
     yield PAGE
@@ -383,7 +395,7 @@ def chart(cells: Sequence[Cell], folder: Path) -> Path:
     if reference:
         lines["limit"] = [(cap, limits(reference, cap)[0]) for cap in caps]
     name = cells[0]["model"]
-    path = folder / f"cpu-{name}.svg"
+    path = folder / f"{_file_name(cells)}.svg"
     title = f"{name}: seconds from files to picture"
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         save(

@@ -182,8 +182,8 @@ def _kind_of_memory(cache: Path | None) -> str:
 def in_dtype(graph: Graph, dtype: str | None, hardware: Hardware | None) -> Graph:
     """Return ``graph`` with ``dtype`` in place of its 16-bit dtypes; ``"graph"``: unchanged.
 
-    None: on a CPU, fp32 in place of the dtypes that it multiplies slower than fp32, as it does
-    without instructions for them. Graphs name the dtype of a card; diffusers computes in fp32
+    None: on a CPU, fp32 in place of the dtypes that it multiplies slower than fp32, by its profile
+    or data sheet. Graphs name the dtype of a card; diffusers computes in fp32
     unless it is given a ``torch_dtype``. Raises InputError for another dtype.
     """
     from graphrun.graph.graph import HALF_DTYPES
@@ -195,10 +195,7 @@ def in_dtype(graph: Graph, dtype: str | None, hardware: Hardware | None) -> Grap
     if dtype is not None:
         return graph.in_dtype(dtype)
     assert isinstance(rates, ProcessorRates)
-    fp32_rate = rates.rate("matmul", "float32")
-    return graph.in_dtype(
-        "float32", [dtype for dtype in HALF_DTYPES if rates.rate("matmul", dtype) < fp32_rate]
-    )
+    return graph.in_dtype("float32", [dtype for dtype in HALF_DTYPES if rates.is_slow(dtype)])
 
 
 def hardware_for(

@@ -172,6 +172,18 @@ def test_complete_copies_of_a_killed_benchmark_are_used(part: Any, bench: Any) -
     assert bench.results.cells == []
 
 
+def test_cells_of_another_processor_count_for_nothing_here(part: Any, tmp_path: Path) -> None:
+    here = {**cell("mmap", 6, 1.0)["machine"], "processor": part("cpu").machine()["processor"]}
+    results = part("cpu").Results(tmp_path / "results.json")
+    results.add(cell("mmap", 6, 1.0))
+    assert results.find("m", "mmap", 6, 1) is None
+    results.add(cell("mmap", 6, 2.0, machine=here))
+    assert results.find("m", "mmap", 6, 1)["seconds"] == 2.0
+    results.add(cell("mmap", 6, 1.0, model="n"))
+    groups = part("cpu_report").by_machine(results.cells)
+    assert [[row["seconds"] for row in group] for group in groups] == [[1.0], [2.0], [1.0]]
+
+
 def test_cells_of_another_benchmark_are_kept(part: Any, tmp_path: Path) -> None:
     first, second = (part("cpu").Results(tmp_path / "results.json") for _ in range(2))
     first.add(cell("mmap", 6, 1.0))
@@ -329,17 +341,17 @@ def test_tables_have_medians_limits_and_plans(part: Any) -> None:
 @pytest.mark.sweep("more")
 def test_page_readme_and_chart_are_made_from_the_cells(part: Any, tmp_path: Path) -> None:
     report = part("cpu_report")
-    assert "img/cpu-m.svg" in report.page(RECORDED)
+    assert "img/cpu-m-p.svg" in report.page(RECORDED)
     assert "No cell has run yet." not in report.page(RECORDED)
     readme = " ".join(report.readme(RECORDED).split())
     assert "P, 2 cores, 16 GiB, float32; 2026-11-25; caps enforced by the kernel" in readme
     assert "6 GiB: graphrun 100, mmap 200; 16 GiB: graphrun 50, mmap 150" in readme
     chart = report.chart(RECORDED, tmp_path)
     drawing = chart.read_text()
-    assert (chart.name, "accelerate" in drawing) == ("cpu-m.svg", False)
+    assert (chart.name, "accelerate" in drawing) == ("cpu-m-p.svg", False)
     assert all(text in drawing for text in ("graphrun", "limit", "memory cap, GiB"))
     assert report.chart(RECORDED, tmp_path).read_text() == drawing
-    dark = (tmp_path / "cpu-m-dark.svg").read_text()
+    dark = (tmp_path / "cpu-m-p-dark.svg").read_text()
     assert ("#0d1117" in drawing, "#0d1117" in dark) == (False, True)
-    assert [f"cpu-m{kind}.svg" in readme for kind in ("", "-dark")] == [True, True]
+    assert [f"cpu-m-p{kind}.svg" in readme for kind in ("", "-dark")] == [True, True]
     assert report.readme([]) == ""

@@ -77,11 +77,19 @@ def test_doctor_says_what_the_cpu_can_do(graphrun: Any, monkeypatch: pytest.Monk
     assert all(row["direct"] is not None for row in findings["processor"]["direct_reads"])
     monkeypatch.setattr("graphrun.profile.doctor.enforceable", lambda: "no cgroups; type X")
     monkeypatch.setattr("graphrun.profile.doctor.reads_directly", lambda folder: False)
-    monkeypatch.setattr("graphrun.profile.doctor.bfloat16_instructions", lambda: ())
     screen = " ".join(graphrun("doctor")[1].split())
     assert "run --enforce has no effect here: no cgroups; type X" in screen
     assert "no O_DIRECT in" in screen
-    assert "without instructions for bfloat16" in screen
+    monkeypatch.setattr("graphrun.profile.processor._cpu_facts", lambda: ("a CPU", 2, frozenset()))
+    screen = " ".join(graphrun("doctor")[1].split())
+    assert "2 cores, no bfloat16: graphs compute in float32" in screen
+    facts = ("a Xeon", 2, frozenset({"avx512f", "avx512_bf16", "GenuineIntel"}))
+    monkeypatch.setattr("graphrun.profile.processor._cpu_facts", lambda: facts)
+    screen = " ".join(graphrun("doctor")[1].split())
+    assert "bfloat16 by avx512_bf16, which is slower than float32 here" in screen
+    facts = ("an EPYC", 2, frozenset({"avx512f", "avx512_bf16", "AuthenticAMD"}))
+    monkeypatch.setattr("graphrun.profile.processor._cpu_facts", lambda: facts)
+    assert "2 cores, bfloat16 by avx512_bf16 " in " ".join(graphrun("doctor")[1].split())
 
 
 @pytest.mark.sweep("more")
@@ -109,12 +117,14 @@ def test_lists_and_sessions_run_within_the_memory(graphrun: Any, tmp_path: Path)
 CPUS: list[tuple[str, tuple[str, ...], str]] = [
     ("avx2", (), "float32"),
     ("avx512f avx512_bf16", (), "bfloat16"),
+    ("avx512f avx512_bf16 GenuineIntel", (), "float32"),
+    ("avx512f avx512_bf16 amx_bf16 GenuineIntel", (), "bfloat16"),
     ("avx2", ("--dtype", "graph"), "bfloat16"),
     ("avx512f avx512_bf16", ("--dtype", "float32"), "float32"),
 ]
 
 
-@pytest.mark.parametrize("cpu", sampled(CPUS, CPUS[:2], "cpu"), ids=str)
+@pytest.mark.parametrize("cpu", sampled(CPUS, CPUS[:3], "cpu"), ids=str)
 def test_a_cpu_computes_in_the_dtype_that_it_is_fast_in(
     graphrun: Any,
     monkeypatch: pytest.MonkeyPatch,

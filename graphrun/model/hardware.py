@@ -47,7 +47,8 @@ class ProcessorRates:
     ``rates``: (class, rate) pairs. Classes have a dtype, as "matmul bfloat16":
 
         matmul, short matmul             FLOPs per second
-        convolution, attention           FLOPs per second
+        convolution, huge convolution    FLOPs per second, with small and large, or huge channels
+        attention                        FLOPs per second
         queries                          of attention, in elements per second
         reads                            of operands of products, in bytes per second
         results                          of products, in bytes per second
@@ -85,6 +86,13 @@ class ProcessorRates:
             kinds += "elementwise _to_copy", "elementwise"
         names = [f"{name} {type_name}" for type_name in (dtype, "float32") for name in kinds]
         return next(rates[name] for name in (*names, kind) if name in rates)
+
+    def is_slow(self, dtype: str) -> bool:
+        """Return whether products or convolutions in ``dtype`` take longer than in fp32."""
+        return any(
+            self.rate(kind, dtype) < self.rate(kind, "float32")
+            for kind in ("matmul", "convolution")
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,8 @@ def _convolutions(dtype: str) -> Iterator[Probe]:
         (64, 64, (32, 32), 3),
         (128, 128, (256, 256), 3),
         (64, 64, (512, 512), 3),
+        (256, 256, (256, 256), 3),
+        (256, 128, (256, 256), 1),
         (96, 96, (4, 64, 64), 3),
     ):
         weight = (outputs, inputs, *[taps] * len(pixels))
@@ -443,10 +445,10 @@ def fitted_rates(
 
 def _least_seconds(name: str, seconds_by_name: Mapping[str, float]) -> float:
     """Return the least seconds of one unit of the class ``name``, by the rates of products."""
-    kind, _, dtype = name.partition(" ")
-    products = (f"{product} {dtype}".strip() for product in ("matmul", "short matmul"))
+    _, convolution, dtype = name.partition("convolution")
+    products = (f"{product}{dtype}" for product in ("matmul", "short matmul"))
     seconds = [seconds_by_name[product] for product in products if product in seconds_by_name]
-    return min(seconds, default=0.0) / FASTER_CONVOLUTION if kind == "convolution" else 0.0
+    return min(seconds, default=0.0) / FASTER_CONVOLUTION if convolution else 0.0
 
 
 def measured_cpu(

@@ -19,7 +19,9 @@ On a CPU (`ProcessorRates`) times add up, since the same cores multiply and move
     matrix product   FLOPs, at a rate for long and short sums (`LONG_SUMS`), bytes of the operands,
                      and bytes of the result
     convolution      FLOPs, and bytes of the copies with channels in blocks and of the result, at
-                     rates for weights, and for small, large and huge channels (`SMALL_PLANE_BYTES`)
+                     rates for weights, and for small, large and huge channels
+                     (`SMALL_PLANE_BYTES`); FLOPs at two rates, as the rows of huge channels that a
+                     core adds up are more than its cache
     attention        FLOPs, and elements of the queries
     elementwise      bytes read and written, at the rate of the operator; an RMS norm as the
                      operators of which it consists there
@@ -40,7 +42,7 @@ from collections.abc import Mapping, Sequence
 from graphrun.c_heap import MAPPED_BYTES
 from graphrun.graph.precisions import GGUF_MIXES, ONLY_IN_FILES
 from graphrun.model.hardware import Hardware, ProcessorRates
-from graphrun.profile.corrections import CHANNEL_BLOCK
+from graphrun.profile.corrections import CHANNEL_BLOCK, scratch_on
 from graphrun.profile.precision import ELEMENT_BYTES, dequantization_seconds
 from graphrun.profile.recording import KEY_MASKED, MASKED, RMS_NORM, Call, ConvolutionShape, Kernel
 from graphrun.profile.svdquant import FOUR_BIT_FACTOR, RANK
@@ -99,6 +101,10 @@ DYNAMIC_INPUT_BYTES = 5
 # low-rank branch are in 16 bits, fused with the products in 4 bits (arXiv:2411.05007).
 SVDQUANT_INPUT_BYTES = 3
 
+# Seconds after which the kernel of a virtual machine offers free memory to its host
+# (PAGE_REPORTING_DELAY in mm/page_reporting.c of Linux).
+HOST_TAKES_SECONDS = 2.0
+
 
 def work_seconds(call: Call, hardware: Hardware) -> list[float]:
     """Return the seconds of each entry of ``call.work``.
@@ -111,7 +117,7 @@ def work_seconds(call: Call, hardware: Hardware) -> list[float]:
         sum((kernel_durations[number] for number in numbers), 0.0) for _, numbers in call.work
     ]
     if isinstance(hardware.kernels, ProcessorRates):
-        return durations
+        return _with_touching(durations, call, hardware)
     if hardware.kernels is None:
         return _simulated_seconds(durations, [len(numbers) for _, numbers in call.work], hardware)
     total, launching = (
@@ -214,6 +220,7 @@ def cpu_work(kernel: Kernel) -> dict[str, float]:
         plane_bytes = element_bytes * max(shape.input_pixels, shape.output_pixels)
         sizes = {"small": SMALL_PLANE_BYTES, "large": LARGE_PLANE_BYTES}
         kind = next((name for name, nbytes in sizes.items() if plane_bytes <= nbytes), "huge")
+        class_name = "huge convolution" if kind == "huge" else "convolution"
         # the input in blocks, the output in blocks twice (`corrections`), the result
         copies = (
             kernel.nbytes - weight_bytes - shape.outputs * pixel_bytes,
@@ -221,7 +228,7 @@ def cpu_work(kernel: Kernel) -> dict[str, float]:
             shape.outputs * pixel_bytes,
         )
         return {
-            "convolution": kernel.flops * outputs / shape.outputs,
+            class_name: kernel.flops * outputs / shape.outputs,
             "weight copies": weight_bytes,
             f"{kind} copies": sum(copies),
         } | _new_bytes(*map(int, copies), weight_bytes)
@@ -310,6 +317,25 @@ def quantized_seconds(
                 kernel, rates.fp8_flops_per_second, hardware
             )
     return 0.0
+
+
+def _with_touching(durations: list[float], call: Call, hardware: Hardware) -> list[float]:
+    """Return the seconds of each entry with those of getting the memory of the call's tensors from
+    the host of a virtual machine, in proportion.
+
+    A run returns freed memory between calls. In a long call it is free for long enough for the host
+    to take it back.
+    """
+    total = sum(durations)
+    if total < HOST_TAKES_SECONDS or not hardware.first_touch_seconds:
+        return durations
+    levels = call.levels()
+    most_bytes = max(
+        level + (scratch_on(hardware, call, event) if event.scratch else 0)
+        for level, event in zip(levels[1:], call.events, strict=True)
+    )
+    touching = most_bytes * hardware.first_touch_seconds
+    return [seconds * (1 + touching / total) for seconds in durations]
 
 
 def _simulated_seconds(

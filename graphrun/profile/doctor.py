@@ -21,7 +21,7 @@ from graphrun.extras import install_command
 from graphrun.host_ram import host_ram_bytes
 from graphrun.kernel_memory import available_bytes, memory_limits
 from graphrun.memory_group import enforceable
-from graphrun.model.hardware import Hardware
+from graphrun.model.hardware import Hardware, ProcessorRates
 from graphrun.profile import hardware
 from graphrun.profile import hardware_profiles as profiles
 from graphrun.profile.precision import NEEDS, flags, new_enough
@@ -327,17 +327,20 @@ def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
 def _processor(cache: Path | None) -> dict[str, Any]:
     """Return what the device ``cpu`` can do here.
 
+    ``bfloat16_is_slow``: products in it take longer than in float32, by the profile or data sheet.
     ``huge_pages``: what gets them (`huge_pages_mode`).
     ``direct_reads``: whether the folders' file systems have reads past the page cache; None where
     that cannot be tried. ``unenforceable``: why ``run --enforce`` cannot limit memory, or "".
     """
     cpu = profiles.detect_cpu(cache)
+    assert isinstance(cpu.kernels, ProcessorRates)
     folders = [Path(HF_HUB_CACHE), *([cache] if cache is not None else [])]
     return {
         "name": cpu.name,
         "basis": cpu.basis,
         "cores": core_count(),
         "bfloat16_instructions": list(bfloat16_instructions()),
+        "bfloat16_is_slow": cpu.kernels.is_slow("bfloat16"),
         "huge_pages": huge_pages_mode(),
         "unenforceable": enforceable(),
         "direct_reads": [
@@ -358,11 +361,12 @@ def processor_checks(processor: Mapping[str, Any]) -> Iterator[Check]:
     """Check the device ``cpu``: instructions, calibration, huge pages, --enforce, and reads of
     weights."""
     cores, instructions = f"{processor['cores']} cores", processor["bfloat16_instructions"]
-    if instructions:
-        yield Check("cpu", "ok", f"{cores}, bfloat16 by {', '.join(instructions)}")
+    ability = f"bfloat16 by {', '.join(instructions)}" if instructions else "no bfloat16"
+    if processor["bfloat16_is_slow"]:
+        reason = ", which is slower than float32 here" if instructions else ""
+        yield Check("cpu", "note", f"{cores}, {ability}{reason}: graphs compute in float32")
     else:
-        text = f"{cores} without instructions for bfloat16: graphs compute in float32"
-        yield Check("cpu", "note", text)
+        yield Check("cpu", "ok", f"{cores}, {ability}")
     if processor["basis"] == "data sheet":
         text = "not calibrated: seconds on the CPU are data-sheet estimates"
         yield Check("calibration", "note", text, "graphrun calibrate --device cpu")

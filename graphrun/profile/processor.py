@@ -18,12 +18,16 @@ from graphrun.profile.precision import ELEMENT_BYTES
 from graphrun.systems import tensors_get_huge_pages
 from graphrun.units import MIB
 
-# FLOPs per core and clock of products: (instruction set, in bfloat16, in fp32). Two vector units
-# multiply and add 16 numbers of fp32 (AVX2: 8) each; avx512_bf16 doubles that, and amx_bf16
-# multiplies 16 x 16 x 32 in 16 clocks. Without instructions for bfloat16 PyTorch converts, which
-# takes longer than fp32. `CPU_SHARE`: share that kernels reach, measured on an EPYC with two cores.
+# FLOPs per core and clock of products: (features of the CPU, in bfloat16, in fp32). Two vector
+# units multiply and add 16 numbers of fp32 (AVX2: 8) each; avx512_bf16 doubles that on AMD and
+# halves it on Intel (0.17 and 0.30 TFLOP/s were measured on two cores of a Xeon that its hypervisor
+# gives no AMX), and amx_bf16 multiplies 16 x 16 x 32 in 16 clocks. Without instructions for
+# bfloat16 PyTorch converts, which takes longer than fp32. `CPU_SHARE`: share that kernels reach,
+# measured on an EPYC with two cores.
+INTEL = "GenuineIntel"
 INSTRUCTION_SETS = (
     ("amx_bf16", 1024, 64),
+    (f"avx512_bf16 {INTEL}", 32, 64),
     ("avx512_bf16", 128, 64),
     ("bf16", 64, 16),
     ("avx512f", 16, 64),
@@ -35,7 +39,7 @@ CPU_SHARE = 0.65
 # thread: 0.3e9 to 1.7e9 were measured on an EPYC with AVX2, falling with the number of pixels.
 REFERENCE_CONVOLUTION = 0.5e9
 # x86 and ARM instructions for products in bfloat16
-FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+BFLOAT16_INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 CLOCK = 2.6e9
 # bytes per second that one core reads or writes, and up to how many cores add to it
 CORE_BYTES_PER_SECOND, MEMORY_CORES = 5e9, 8
@@ -71,7 +75,7 @@ PRODUCT_BUFFER_BYTES = 24 * MIB
 
 @functools.cache
 def _cpu_facts() -> tuple[str, int, frozenset[str]]:
-    """Return the CPU's name, its cores that this process may use, and its features.
+    """Return the CPU's name, its cores that this process may use, and its features and vendor.
 
     Hardware threads of one core count once: PyTorch computes with a thread per core.
     """
@@ -85,7 +89,7 @@ def _cpu_facts() -> tuple[str, int, frozenset[str]]:
     ]
     facts = processors[0]
     name = facts.get("model name") or facts.get("CPU part") or platform.processor()
-    names = facts.get("flags") or facts.get("Features") or ""
+    names = f"{facts.get('flags') or facts.get('Features') or ''} {facts.get('vendor_id', '')}"
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     cores = {
         (facts.get("physical id"), facts.get("core id", facts["processor"]))
@@ -114,8 +118,8 @@ def cpu_key() -> str:
 
 
 def bfloat16_instructions() -> tuple[str, ...]:
-    """Return the CPU's instructions that multiply bfloat16 faster than fp32; empty without any."""
-    return tuple(sorted(_cpu_facts()[2] & FAST_BFLOAT16))
+    """Return the CPU's instructions that multiply bfloat16; empty without any."""
+    return tuple(sorted(_cpu_facts()[2] & BFLOAT16_INSTRUCTIONS))
 
 
 def in_this_process(hardware: Hardware) -> Hardware:
@@ -146,7 +150,7 @@ def core_count() -> int:
 def cpu_estimate() -> Hardware:
     """Return the data-sheet estimate of this machine's CPU, from its cores and instructions."""
     cores, features = cpu_threads(), _cpu_facts()[2]
-    name, half, single = next(row for row in INSTRUCTION_SETS if not row[0] or row[0] in features)
+    name, half, single = next(row for row in INSTRUCTION_SETS if {*row[0].split()} <= features)
     has_half_convolutions = name not in ("avx2", "")
     peak = CPU_SHARE * cores * CLOCK
     moving = CORE_BYTES_PER_SECOND * min(cores, MEMORY_CORES)
@@ -159,12 +163,13 @@ def cpu_estimate() -> Hardware:
         ("float32", peak * single),
         ("float16", peak * 8),  # PyTorch converts one number at a time
     ):
+        is_direct = dtype == "float32" or has_half_convolutions
+        convolution = flops if is_direct else REFERENCE_CONVOLUTION
         rates |= {
             f"matmul {dtype}": flops,
             f"short matmul {dtype}": flops,
-            f"convolution {dtype}": flops
-            if dtype == "float32" or has_half_convolutions
-            else REFERENCE_CONVOLUTION,
+            f"convolution {dtype}": convolution,
+            f"huge convolution {dtype}": convolution,
             f"attention {dtype}": 0.5 * flops,
             f"queries {dtype}": CORE_QUERIES_PER_SECOND * cores,
             f"reads {dtype}": 2 * moving,
@@ -188,7 +193,7 @@ def cpu_estimate() -> Hardware:
         capacity_bytes=total_ram_bytes(),
         context_bytes=process_bytes(),
         workspace_bytes=(AMX_GENERATED_BYTES if "amx_bf16" in features else GENERATED_BYTES)
-        + (0 if bfloat16_instructions() else PRODUCT_BUFFER_BYTES),
+        + (PRODUCT_BUFFER_BYTES if half < single else 0),
         h2d_bytes_per_second=5e9,
         pageable_bytes_per_second=5e9,
         d2h_bytes_per_second=5e9,

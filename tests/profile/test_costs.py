@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from graphrun.model.hardware import ProcessorRates
 from graphrun.profile import hardware as devices
+from graphrun.profile.corrections import cpu_scratch
 from graphrun.profile.costs import (
     NORM_BLOCKS,
     NORM_SECONDS,
@@ -21,8 +23,10 @@ from graphrun.profile.costs import (
     work_seconds,
 )
 from graphrun.profile.fused_kernels import FusedKernels
+from graphrun.profile.processor import cpu_estimate
 from graphrun.profile.recorder import Recorder
-from graphrun.profile.recording import KEY_MASKED, MASKED, Call, Kernel
+from graphrun.profile.recording import KEY_MASKED, MASKED, Call, Kernel, MemoryEvent
+from graphrun.units import GIB
 
 H100 = devices.hardware("h100")
 
@@ -212,11 +216,55 @@ def test_attention_on_a_cpu_takes_its_products_and_its_queries() -> None:
     assert cpu_work(unknown_shape) == cpu_work(kernel)
 
 
+@pytest.mark.parametrize(
+    ("pixels", "classes"),
+    [
+        (90, ("convolution", "small copies")),
+        (181, ("convolution", "large copies")),
+        (182, ("huge convolution", "huge copies")),
+    ],
+)
+def test_convolutions_of_huge_channels_have_a_rate_of_their_own_on_a_cpu(
+    pixels: int, classes: tuple[str, str]
+) -> None:
+    (kernel,) = kernels(nn.Conv2d(16, 32, 1, bias=False), 1, 16, pixels, pixels)
+    flops, elements = 2 * 16 * 32 * pixels**2, (16 + 3 * 32) * pixels**2
+    work = cpu_work(kernel)
+    assert {name: work[name] for name in classes} == {classes[0]: flops, classes[1]: 2 * elements}
+    assert set(work) == {*classes, "weight copies"}
+
+
 @pytest.mark.parametrize(("rows", "new_rows"), [(4095, 0), (4096, 4096)])
 def test_tensors_from_32_mib_on_get_new_memory_on_a_cpu(rows: int, new_rows: int) -> None:
     """glibc adds a header, so a tensor of exactly its largest threshold is never kept."""
     (kernel,) = kernels(nn.SiLU(), rows, 4096)
     assert cpu_work(kernel).get("new memory", 0) == 2 * 4096 * new_rows
+
+
+@pytest.mark.parametrize(("seconds", "is_long"), [(1.9, False), (2.1, True)])
+def test_a_long_call_gets_its_memory_from_the_host_of_a_virtual_machine(
+    seconds: float, is_long: bool
+) -> None:
+    """The host takes free memory back within two seconds."""
+    cpu = replace(cpu_estimate(), launch_seconds=0.0)
+    assert isinstance(cpu.kernels, ProcessorRates)
+    (convolution,) = kernels(nn.Conv2d(64, 64, 3), 1, 64, 64, 64)
+    nbytes = round(seconds / 3 * cpu.kernels.rate("elementwise", "bfloat16"))
+    call = Call(
+        events=[
+            MemoryEvent(7, GIB),
+            MemoryEvent(1, 0, scratch=True),
+            MemoryEvent(7, 0),
+            MemoryEvent(8, GIB),
+        ],
+        work=[("a", [0]), ("b", [0, 0])],
+        kernels=[Kernel("elementwise", "bfloat16", 0.0, nbytes), convolution],
+    )
+    assert sum(work_seconds(call, cpu)) == pytest.approx(seconds)
+    new_bytes = GIB + cpu_scratch(convolution, cpu.kernels)
+    total = seconds + (2e-9 * new_bytes if is_long else 0)
+    slow_cpu = replace(cpu, first_touch_seconds=2e-9)
+    assert work_seconds(call, slow_cpu) == pytest.approx([total / 3, 2 * total / 3])
 
 
 def attention(features: int, operator: str = "") -> Kernel:

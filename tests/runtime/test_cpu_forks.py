@@ -184,17 +184,27 @@ def test_a_fork_in_a_run_cannot_go_on_with_it(runs: KeptRuns, place: str) -> Non
 
 
 def test_a_fork_counts_its_own_memory_alone(runs: KeptRuns, tmp_path: Path) -> None:
+    memory = [runs.device.allocate(MIB)]
+
     def child() -> None:
-        assert CpuDevice(runs.problem.hardware).allocated_bytes == 0
+        device = CpuDevice(runs.problem.hardware)
+        assert device.allocated_bytes == 0
+        assert not device.holds(memory[0]), "the kernel may give its address to another tensor"
+        own_memory = device.allocate(MIB)
+        assert device.allocated_bytes == own_memory.nbytes
+        assert device.holds(own_memory)
+        del own_memory
         own_runs = KeptRuns(tmp_path / "fork")
         assert own_runs.run() > 0
         assert own_runs.run() == 0
         own_runs.close()
 
     runs.run()
-    assert runs.device.allocated_bytes > 0
+    assert runs.device.holds(memory[0])
+    assert runs.device.allocated_bytes > MIB
     in_fork(child)
     assert runs.run() == 0
+    memory.clear()
 
 
 def test_a_fork_keeps_its_own_memory_when_it_drops_memory_of_the_first_process() -> None:

@@ -260,9 +260,24 @@ def untie(module: Small) -> None:
     module.head.weight = torch.nn.Parameter(module.head.weight.clone())
 
 
+def share_an_earlier_tensor(module: Small) -> None:
+    module.wide[1].expand.weight.data = module.wide[0].expand.weight.data
+
+
+def share_a_later_tensor(module: Small) -> None:
+    module.wide[0].expand.weight.data = module.wide[1].expand.weight.data
+
+
 @pytest.mark.parametrize(
     ("change", "still_holds"),
-    [(load_other_values, True), (assign_other_tensors, False), (cast, False), (untie, False)],
+    [
+        (load_other_values, True),
+        (assign_other_tensors, False),
+        (cast, False),
+        (untie, False),
+        (share_an_earlier_tensor, False),
+        (share_a_later_tensor, False),
+    ],
 )
 def test_other_tensors_in_a_module_are_detected(
     device: SimulatedDevice, change: Callable[[Small], None], still_holds: bool
