@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from campaign import sampled
 from PIL import Image
 
 import graphrun as api
+from graphrun import devices
+from graphrun.model.hardware import ProcessorRates
+from graphrun.profile.processor import cpu_estimate
 from graphrun.units import GIB, MIB
 
 SMALL = ("--set", "height=64", "--set", "width=64", "--set", "steps=2")
@@ -122,6 +126,24 @@ CPUS: list[tuple[str, tuple[str, ...], str]] = [
     ("avx2", ("--dtype", "graph"), "bfloat16"),
     ("avx512f avx512_bf16", ("--dtype", "float32"), "float32"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("slow_kind", "dtype"), [("matmul", "float32"), ("convolution", "float32"), ("", "bfloat16")]
+)
+def test_a_dtype_is_slow_if_products_or_convolutions_take_longer_than_in_fp32(
+    slow_kind: str, dtype: str
+) -> None:
+    """As fp16 on a CPU with AVX-512 for it: products as fast as in fp32, convolutions half."""
+    cpu = cpu_estimate()
+    assert isinstance(cpu.kernels, ProcessorRates)
+    rates = dict(cpu.kernels.rates)
+    for kind in ("matmul", "convolution"):
+        fp32_rate = rates[f"{kind} float32"]
+        rates[f"{kind} bfloat16"] = (0.9 if kind == slow_kind else 1.0) * fp32_rate
+    hardware = replace(cpu, kernels=replace(cpu.kernels, rates=tuple(rates.items())))
+    graph = devices.in_dtype(api.load("flux-tiny"), None, hardware)
+    assert graph.components["transformer"].dtype == dtype
 
 
 @pytest.mark.parametrize("cpu", sampled(CPUS, CPUS[:3], "cpu"), ids=str)
