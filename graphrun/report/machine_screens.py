@@ -16,11 +16,15 @@ def calibrate_screen(calibration: Mapping[str, Any]) -> str:
     nothing, so only compute and reads of files are shown."""
     rows, figures = [["", "measured", "assumed"]], calibration["figures"]
     is_cpu = kind_called(calibration["hardware"]["device"]).is_host
+    sources = [calibration["hardware"], calibration["assumed"]]
+    if is_cpu:
+        sources = [source and source | dict(source["kernels"]["rates"]) for source in sources]
     for name, title, show in (
         (
             ("disk_bytes_per_second", "disk, while computing", _bandwidth),
             ("copy_start_seconds", "latency of a read", lambda seconds: f"{1e3 * seconds:.1f} ms"),
-            ("flops_per_second", "matrix products, bf16", _compute),
+            ("matmul bfloat16", "matrix products, bf16", _compute),
+            ("matmul float32", "matrix products, fp32", _compute),
             ("memory_bytes_per_second", "copies in memory", _bandwidth),
             ("first_touch_seconds", "new memory", lambda seconds: _bandwidth(1 / seconds)),
         )
@@ -41,7 +45,7 @@ def calibrate_screen(calibration: Mapping[str, Any]) -> str:
                 title,
                 *(
                     show(source[name]) if source is not None and source.get(name) else "-"
-                    for source in (calibration["hardware"], calibration["assumed"])
+                    for source in sources
                 ),
             ]
         )

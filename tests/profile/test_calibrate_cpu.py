@@ -26,6 +26,7 @@ from graphrun.profile.calibrate_cpu import (
     work_of,
 )
 from graphrun.profile.costs import kernel_seconds, quantized_seconds
+from graphrun.report.machine_screens import calibrate_screen
 from graphrun.units import MIB
 
 
@@ -289,6 +290,11 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
     assert result["figures"]["disk_alone_bytes_per_second"] == pytest.approx(2e9)
     assert next(read_rates, None) is None, "reads are measured before and after the kernels"
     assert not profiles.other_cpu_profiles(tmp_path)
+    rows = calibrate_screen(result).splitlines()
+    for title, dtype in (("bf16", "bfloat16"), ("fp32", "float32")):
+        rate = rates_of(profile).rate("matmul", dtype)
+        (row,) = [row for row in rows if f"matrix products, {title}" in row]
+        assert f"{rate / 1e12:.2f} TFLOP/s" in row or f"{rate / 1e9:.2f} GFLOP/s" in row
 
     name, cores, features = processor._cpu_facts()
     for facts, threads, torch_version in (
