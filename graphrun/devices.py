@@ -182,9 +182,9 @@ def _kind_of_memory(cache: Path | None) -> str:
 def in_dtype(graph: Graph, dtype: str | None, hardware: Hardware | None) -> Graph:
     """Return ``graph`` with ``dtype`` in place of its 16-bit dtypes; ``"graph"``: unchanged.
 
-    None: on a CPU, fp32 in place of the dtypes that it multiplies slower than fp32, by its profile
-    or data sheet. Graphs name the dtype of a card; diffusers computes in fp32
-    unless it is given a ``torch_dtype``. Raises InputError for another dtype.
+    None: on a CPU, fp32 in place of the dtypes in which it computes slower, by its profile or data
+    sheet. Graphs name the dtype of a card; diffusers computes in fp32 unless it is given a
+    ``torch_dtype``. Raises InputError for another dtype.
     """
     from graphrun.graph.graph import HALF_DTYPES
     from graphrun.model.hardware import ProcessorRates
