@@ -344,35 +344,38 @@ def test_reads_keep_step_with_fetches_for_copies_as_simulated(tmp_path: Path, te
     assert torch.equal(trace.outputs["x"], case.expected)
     actual, expected = (
         sorted(
-            (e.start_seconds, e.kind, e.component, e.detail)
+            (e.start_seconds, e.end_seconds, e.kind, e.component, e.detail)
             for e in events
             if e.kind in ("read", "fetch")
         )
         for events in (trace.events, simulation.events)
     )
-    assert [order[1:] for order in actual] == [order[1:] for order in expected]
-    assert [order[0] for order in actual] == pytest.approx(
-        [order[0] for order in expected], rel=0.02, abs=2e-5
-    )
+    assert [order[2:] for order in actual] == [order[2:] for order in expected]
+    for k in (0, 1):
+        assert [order[k] for order in actual] == pytest.approx(
+            [order[k] for order in expected], rel=0.02, abs=2e-5
+        )
     assert trace.seconds == pytest.approx(simulation.seconds, rel=0.02)
 
 
+@pytest.mark.parametrize("fetch_bytes", [5000, 10**7], ids=["fewer", "more"])
 def test_before_a_fetch_that_overwrites_blocks_reads_catch_up_with_the_fetched_share(
-    make: Make,
+    make: Make, fetch_bytes: int
 ) -> None:
+    """``fetch_bytes``: fewer or more than the bytes to read."""
     residency = make("pageable", BESIDE, ["a", "a", "b"]).host.residencies["b"]
     residency.prepare_reads()
     store: Any = residency.backing_store
-    pacer = PacedReads([store], fetch_bytes=5000)
-    for fetched_bytes in (0, 1000, 2000, 3000):
-        pacer.before_fetch(1000, full=True)
+    pacer = PacedReads([store], fetch_bytes)
+    for fetches in range(4):
+        pacer.before_fetch(fetch_bytes // 5, full=True)
         begun_paths = [*residency._blocks][: 11 - len(store.pending)]
         begun_bytes = sum(map(store.size, begun_paths))
-        fetched_share = fetched_bytes / 5000
+        fetched_share = fetches / 5
         assert begun_bytes > fetched_share * store.nbytes, "then the disk fetches again"
         assert begun_bytes - store.size(begun_paths[-1]) <= fetched_share * store.nbytes
     count = len(store.pending)
-    pacer.before_fetch(1000, full=False)
+    pacer.before_fetch(fetch_bytes // 5, full=False)
     assert len(store.pending) == count > 0, "the bounce buffer has room"
     pacer.finish()
     assert not store.pending
@@ -558,6 +561,13 @@ def test_a_block_is_ready_when_its_read_ends_before_the_copies_that_are_queued(m
 
 
 IN_RAM = [(2, False)] * 3 + [(3, False)] * 2 + [(4, False)] * 3
+PAGEABLE = [
+    *[(0, False)] * 2,
+    *[(1, False)] * 2,
+    *[(2, False)] * 3,
+    *[(3, False)] * 3,
+    *[(4, False)] * 2,
+]
 FROM_LATE_DISK = [
     *[(0, True)] * 2,
     *[(1, True)] * 2,
@@ -570,7 +580,9 @@ FROM_LATE_DISK = [
 
 
 @pytest.mark.parametrize(
-    ("backing_store", "idle"), [("pinned", IN_RAM), ("disk", FROM_LATE_DISK)], ids=["RAM", "disk"]
+    ("backing_store", "idle"),
+    [("pinned", IN_RAM), ("pageable", PAGEABLE), ("disk", FROM_LATE_DISK)],
+    ids=["RAM", "pageable", "disk"],
 )
 def test_other_copies_may_be_issued_before_each_copy_that_waits_for_compute(
     make: Make, backing_store: str, idle: list[tuple[int, bool]]
@@ -623,7 +635,11 @@ def test_a_block_whose_read_was_overwritten_before_its_copy_is_read_again(make: 
 def test_the_copy_of_an_empty_block_waits_for_no_read(make: Make) -> None:
     writer: Any = None
     device = make("disk", FROM_DISK, ["a", "b"]).device
-    assert Disk({"empty": BlockLayout("empty", 0, ())}, device, writer, 0).request("empty")
+    store = Disk({"empty": BlockLayout("empty", 0, ())}, device, writer, 0)
+    assert store.request("empty")
+    with device.capped(1 << 30):
+        store.copy("empty", device.allocate(0), device)
+    assert store.finish_reads() == []
 
 
 def test_a_run_that_fails_waits_for_the_reads_under_way(make: Make) -> None:

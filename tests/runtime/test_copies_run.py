@@ -16,9 +16,11 @@ from small_component import (
     WIDTH,
     Small,
     device_of,
+    in_layers,
     plan_of,
     small_hardware,
     small_problem,
+    tensors,
     untouched,
     use,
 )
@@ -153,6 +155,28 @@ def test_a_small_component_and_its_copy(
             assert second.start_seconds < first.end_seconds, "both compute at once"
     assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0]
     assert untouched(modules["a"])
+
+
+def test_a_copy_has_no_weights_and_stays_loaded_until_its_original_is_laid_out_again() -> None:
+    problem, module = small_case(), Small()
+    module.head.requires_grad_(True)
+    plan = plan_of(problem, f"variant a float32 pinned device{RESIDENT}")
+    problem = solution_of(problem, plan).chosen
+    host = Host({"a": module}, problem, device_of(problem))
+    held_attributes = len(host.held_attributes)
+    host.match_layout(problem)
+    copy, residency = host.copies["a@1"], host.residencies["a@1"]
+    assert all(tensor.is_meta for tensor in tensors(copy))
+    assert [parameter.requires_grad for parameter in copy.parameters()] == [
+        parameter.requires_grad for parameter in module.parameters()
+    ]
+    assert len(host.held_attributes) == 2 * held_attributes > 0
+    host.match_layout(problem)
+    assert host.residencies["a@1"] is residency
+    host.match_layout(replace(problem, components=(in_layers(problem.component("a")),)))
+    host.match_layout(problem)
+    assert host.residencies["a@1"].backing_store is host.residencies["a"].backing_store
+    assert host.residencies["a@1"] is not residency
 
 
 def test_a_copy_is_loaded_from_the_backing_store_that_the_plan_reads(tmp_path: Path) -> None:

@@ -202,6 +202,19 @@ def test_a_tensor_at_an_offset_that_torch_has_no_views_of_is_written(tmp_path: P
     writer.close()
 
 
+@pytest.mark.parametrize("nbytes", [12, 20])
+def test_a_tensor_with_other_bytes_than_the_modules_is_left_to_the_writer(
+    tmp_path: Path, nbytes: int
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(nbytes))
+    piece = Stored("weight", "float32", (nbytes // 4,), nbytes, str(file), 0)
+    layout = lay_out(nn.Linear(2, 2, bias=False), [])[""]
+    block = file_block(layout, Writer(FileSource({"weight": piece})))
+    assert block.spans == ()
+    assert block.writer_layout is not None
+
+
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_store_of_files_takes_no_memory_and_closes_its_files(
     tmp_path: Path, is_whole: bool

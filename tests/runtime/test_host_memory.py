@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from mmap import PAGESIZE
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,10 +38,19 @@ from graphrun.graph.graph import Graph
 from graphrun.graph.loading import load
 from graphrun.graph.parts import Adapter
 from graphrun.model.hardware import Hardware
-from graphrun.model.problem import ALLOCATION_BYTES, ComponentNumbers, Problem, Use, Variant
+from graphrun.model.problem import (
+    ALLOCATION_BYTES,
+    BlockGroup,
+    ComponentNumbers,
+    Problem,
+    Use,
+    Variant,
+)
 from graphrun.modules.blocks import lay_out
 from graphrun.modules.build import build
+from graphrun.modules.compiled import is_compiled
 from graphrun.runtime.host import Host
+from graphrun.runtime.spool import PREFIX, Spool
 from graphrun.trace import Trace
 from graphrun.units import round_up
 from graphrun.verify.simulate import simulate
@@ -194,24 +205,30 @@ def test_host_memory_counts_until_its_storage_is_freed_and_not_in_a_forked_proce
     assert arenas.peak_bytes("arenas") == 0
 
 
+@pytest.mark.parametrize("backing_store", ["pinned", "pageable"])
 def test_memory_is_page_locked_by_a_thread_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backing_store: str
 ) -> None:
-    case = Case(tmp_path, BESIDE_RESIDENT, "pinned", ["a"] * 4 + ["b"], ON)
-    device, lockers = device_of(case.problem), list[str]()
+    case = Case(tmp_path, BESIDE_RESIDENT, backing_store, ["a"] * 4 + ["b"], ON)
+    device, lockers, used_queues = device_of(case.problem), list[str](), set[str]()
     pin = device.pin
+
+    def background(job: Callable[[], None], queue: str = "disk") -> Callable[[], None]:
+        used_queues.add(queue)
+        return queues[queue].submit(job).result
+
     with ThreadPoolExecutor(1, "disk") as disk, ThreadPoolExecutor(1, "lock") as lock:
         queues = {"disk": disk, "lock": lock}
-        monkeypatch.setattr(
-            device, "background", lambda job, queue="disk": queues[queue].submit(job).result
-        )
+        monkeypatch.setattr(device, "background", background)
         monkeypatch.setattr(
             device,
             "pin",
             lambda arena: (lockers.append(threading.current_thread().name), pin(arena)),
         )
         case.run(device)
-    assert lockers == ["lock_0"] * 2
+    is_pinned = backing_store == "pinned"
+    assert lockers == ["lock_0"] * 2 * is_pinned
+    assert used_queues == ({"disk", "lock"} if is_pinned else {"disk"})
 
 
 class Joined:
@@ -324,9 +341,11 @@ def problem_in(backing_store: str) -> Problem:
     return replace(problem, components=(in_backing_store(backing_store, "a", ON),))
 
 
-@pytest.mark.parametrize("backing_store", ["pinned", "disk"])
+@pytest.mark.parametrize(
+    ("backing_store", "is_dropped"), [("pinned", False), ("pinned", True), ("disk", False)]
+)
 def test_weights_stay_the_same_when_a_component_is_split_into_layers(
-    tmp_path: Path, backing_store: str
+    tmp_path: Path, backing_store: str, is_dropped: bool
 ) -> None:
     problem = problem_in(backing_store)
     (component,) = problem.components
@@ -346,11 +365,17 @@ def test_weights_stay_the_same_when_a_component_is_split_into_layers(
             assert residency.loaded_bytes() > 0
             assert has_values_of(Small(), residency.module)
             residency.release()
+        if is_dropped:
+            residency.drop()
     assert device.arenas.nbytes("arenas") <= component.variants[0].host_bytes, "of one layout"
 
 
 def in_other_variant(component: ComponentNumbers) -> ComponentNumbers:
     return replace(component, variants=(replace(component.variants[0], backing_store="pageable"),))
+
+
+def on_device(device: str, component: ComponentNumbers) -> ComponentNumbers:
+    return replace(component, variants=(replace(component.variants[0], device=device),))
 
 
 def in_larger_blocks(component: ComponentNumbers) -> ComponentNumbers:
@@ -366,9 +391,10 @@ def in_larger_blocks(component: ComponentNumbers) -> ComponentNumbers:
         ([in_layers], "of another graph"),
         ([in_other_variant], "0"),
         ([in_layers, in_other_variant], "0"),
+        ([partial(on_device, "cpu")], "0"),
         ([in_larger_blocks], "0"),
     ],
-    ids=["graph", "graph and layers", "variant", "layers and variant", "bytes of blocks"],
+    ids=["graph", "graph and layers", "variant", "layers and variant", "CPU", "bytes of blocks"],
 )
 def test_host_memory_is_of_one_graph_and_its_variants_and_blocks(
     tmp_path: Path, changes: list[Callable[[ComponentNumbers], ComponentNumbers]], digest: str
@@ -385,23 +411,45 @@ def test_host_memory_is_of_one_graph_and_its_variants_and_blocks(
         host.match_layout(other_problem)
 
 
+def test_host_memory_is_for_any_device_that_weights_are_copied_to() -> None:
+    problem = problem_in("pinned")
+    host = Host({"a": Small()}, problem, device_of(problem))
+    component = on_device("device1", problem.components[0])
+    assert host.fits(replace(problem, components=(component,)))
+
+
 FLUX = load(Path(__file__).parents[2] / "graphs/flux-tiny.yaml")
+
+
+def with_encoder(**changes: Any) -> Graph:
+    """The graph with ``changes`` of its first text encoder."""
+    component = replace(FLUX.component("text_encoder"), **changes)
+    return replace(FLUX, components={**FLUX.components, "text_encoder": component})
 
 
 def host_of_encoder(
     graph: Graph = FLUX,
     modules: Mapping[str, torch.nn.Module] | None = None,
     precision: str = "bfloat16",
+    blocks: tuple[str, ...] = (),
+    allow: tuple[str, ...] = (),
+    spool: Spool | None = None,
 ) -> Host:
-    """The host of ``graph`` for a plan that calls one text encoder."""
-    component = replace(graph.component("text_encoder"), dtype=precision)
-    nbytes = lay_out(build(component, graph), [])[""].nbytes
-    block_bytes = round_up(nbytes, ALLOCATION_BYTES)
-    variant = Variant(precision, "pinned", "device", (block_bytes,), (0.0,), block_bytes)
-    numbers = ComponentNumbers("text_encoder", 0, GROUPS[:1], (variant,))
-    problem = small_problem({}, [[Use("text_encoder", 1, (1,), (1.0,))]], ON)
-    problem = replace(problem, components=(numbers,))
-    return Host.of_graph(graph, problem, device_of(problem), modules)
+    """The host of ``graph`` for a plan that calls one text encoder, which may stream ``blocks``.
+    ``spool``: writes its weights to a file."""
+    component = replace(graph.component("text_encoder"), dtype="float32")  # bytes for any precision
+    groups = (*GROUPS[:1], BlockGroup("layers", blocks, True))
+    layouts = lay_out(build(component, graph), blocks)
+    sizes = tuple(
+        max(round_up(layouts[path].nbytes, ALLOCATION_BYTES) for path in group.blocks or ("",))
+        for group in groups
+    )
+    variant = Variant(precision, "pinned", "device", sizes, (0.0, 0.0), sum(sizes))
+    variant = replace(variant, stored_bytes=sum(sizes) if spool else 0)
+    numbers = ComponentNumbers("text_encoder", 0, groups, (variant,))
+    problem = small_problem({}, [[Use("text_encoder", 1, (1, 1), (1.0, 1.0))]], ON)
+    problem = replace(problem, components=(numbers,), allow=allow)
+    return Host.of_graph(graph, problem, device_of(problem), modules, spool)
 
 
 @pytest.fixture(scope="module")
@@ -418,6 +466,7 @@ def test_a_host_of_a_graph_has_the_weights_of_components_that_no_call_enters(
         assert host.residencies.keys() == {"text_encoder"}
         assert host.loaded_bytes == 0
         assert host.casts == {}
+        assert host.sources == (), "weights are random"
         weight = host.tensor("transformer", "x_embedder.weight")
         assert torch.equal(weight, transformer.x_embedder.weight)
         expected = flux_modules["text_encoder"].state_dict()
@@ -435,20 +484,76 @@ def test_a_host_of_a_graph_knows_which_components_the_plan_casts() -> None:
     host.close()
 
 
-def test_a_lora_cannot_be_fused_into_a_module_that_is_passed_in(
+def test_a_host_of_a_graph_names_the_files_that_weights_are_read_from(
     tmp_path: Path, flux_modules: dict[str, Any]
 ) -> None:
-    encoder, rank = flux_modules["text_encoder"], 2
-    host_of_encoder(modules={"text_encoder": encoder}).close()
+    save_file(flux_modules["text_encoder"].state_dict(), tmp_path / "model.safetensors")
+    host = host_of_encoder(with_encoder(source=str(tmp_path)))
+    (source,) = host.sources
+    assert (source["component"], source["source"]) == ("text_encoder", str(tmp_path))
+    assert [file["name"] for file in source["files"]] == ["model.safetensors"]
+    host.close()
+
+
+def test_a_host_of_a_graph_warns_of_layers_that_the_cpu_dequantizes_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    config = {**FLUX.component("text_encoder").config, "hidden_size": 96}
+    with pytest.warns(RuntimeWarning, match=r"text_encoder\..* has rows of 96 elements in nf4"):
+        host_of_encoder(with_encoder(config=config), precision="nf4").close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        host_of_encoder(precision="nf4").close()
+
+
+def lora_for(encoder: torch.nn.Module, folder: Path) -> Adapter:
     name = next(name for name, _ in encoder.named_parameters() if name.endswith("q_proj.weight"))
-    width = encoder.get_parameter(name).shape[0]
+    width, rank = encoder.get_parameter(name).shape[0], 2
     key = name.removesuffix(".weight")
     factors = {f"{key}.lora_A.weight": torch.ones(rank, width)}
     factors[f"{key}.lora_B.weight"] = torch.ones(width, rank)
-    save_file(factors, tmp_path / "lora.safetensors")
-    adapter = Adapter(str(tmp_path / "lora.safetensors"))
-    component = replace(FLUX.component("text_encoder"), loras=(adapter,))
-    graph = replace(FLUX, components={**FLUX.components, "text_encoder": component})
+    save_file(factors, folder / "lora.safetensors")
+    return Adapter(str(folder / "lora.safetensors"))
+
+
+@pytest.mark.parametrize(("precision", "kept_files"), [("bfloat16", 0), ("fp8", 1)])
+def test_only_quantized_weights_are_kept_for_later_runs(
+    tmp_path: Path, flux_modules: dict[str, Any], precision: str, kept_files: int
+) -> None:
+    """Weights with a LoRA are written to a temporary file."""
+    encoder, spool = flux_modules["text_encoder"], Spool(tmp_path, tmp_path / "kept")
+    (tmp_path / "weights").mkdir()
+    save_file(encoder.state_dict(), tmp_path / "weights/model.safetensors")
+    loras = () if kept_files else (lora_for(encoder, tmp_path),)
+    graph = with_encoder(source=str(tmp_path / "weights"), loras=loras)
+    host = host_of_encoder(graph, precision=precision, spool=spool)
+    assert len(spool.files) == kept_files
+    assert len(list(tmp_path.glob(f"{PREFIX}*/*.safetensors"))) == 1 - kept_files
+    host.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "allow"), [("blocks", ("compile",)), ("blocks", ()), ("", ("compile",))]
+)
+def test_blocks_are_compiled_if_the_graph_asks_for_it_and_the_plan_allows_it(
+    setting: str, allow: tuple[str, ...]
+) -> None:
+    blocks = ("encoder.layers.0", "encoder.layers.1")
+    host = host_of_encoder(with_encoder(compile=setting), blocks=blocks, allow=allow)
+    modules = host.modules["text_encoder"].named_modules()
+    compiled_paths = tuple(path for path, module in modules if is_compiled(module))
+    assert compiled_paths == (blocks if setting and allow else ()), "each block by itself"
+    host.close()
+
+
+def test_a_lora_cannot_be_fused_into_a_module_that_is_passed_in(
+    tmp_path: Path, flux_modules: dict[str, Any]
+) -> None:
+    encoder = flux_modules["text_encoder"]
+    host_of_encoder(modules={"text_encoder": encoder}).close()
+    graph = with_encoder(loras=(lora_for(encoder, tmp_path),))
     with pytest.raises(InputError, match="text_encoder was passed in, but the graph fuses a LoRA"):
         host_of_encoder(graph, {"text_encoder": encoder})
 

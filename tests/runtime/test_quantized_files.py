@@ -130,22 +130,23 @@ def test_the_key_has_everything_that_the_weights_are_made_of(tmp_path: Path) -> 
 
 
 def test_the_time_of_a_file_counts_unless_the_hub_names_it_by_its_content(tmp_path: Path) -> None:
-    component = quantized_graph("nf4").components["transformer"]
-    hub_file = tmp_path / "blobs" / ("0123456789abcdef" * 4)
-    hub_file.parent.mkdir()
-    hub_file.write_bytes(b"x")
-    keys = dict[str, set[str]]()
-    for name in ("hub", "plain"):
-        file = tmp_path / name / "model.safetensors"
-        file.parent.mkdir()
-        file.symlink_to(hub_file) if name == "hub" else file.write_bytes(b"x")
-        stored_component = replace(component, source=str(file.parent))
-        keys[name] = set()
+    file = tmp_path / "weights" / "model.safetensors"
+    component = replace(quantized_graph("nf4").components["transformer"], source=str(file.parent))
+    (tmp_path / "blobs").mkdir()
+    file.parent.mkdir()
+    keys = list[set[str]]()
+    for blob in ("0123456789abcdef" * 4, "fedcba9876543210" * 4, None):
+        file.unlink(missing_ok=True)
+        if blob is not None:
+            file.symlink_to(tmp_path / "blobs" / blob)
+        file.write_bytes(b"x")
+        keys.append(set())
         for seconds in (1, 2):
             os.utime(file, (seconds, seconds))
-            keys[name].add(weights_key(stored_component, "nf4", simulated()))
-    assert (len(keys["hub"]), len(keys["plain"])) == (1, 2)
-    assert "" not in keys["hub"] | keys["plain"]
+            keys[-1].add(weights_key(component, "nf4", simulated()))
+    assert [len(keys_of_file) for keys_of_file in keys] == [1, 1, 2]
+    assert len(keys[0] | keys[1] | keys[2]) == 4, "a key for each content"
+    assert "" not in keys[0] | keys[1] | keys[2]
 
 
 def test_a_file_of_quantized_weights_is_found_by_its_key(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from small_component import (
     GROUPS,
+    ON,
     Small,
     device_of,
     numbers,
@@ -19,12 +20,14 @@ from small_component import (
     small_problem,
     tensors,
 )
-from stored_component import in_backing_store, meta_module_and_writer, saved
+from stored_component import cpu_hardware, in_backing_store, meta_module_and_writer, saved
 
 from graphrun.errors import InputError
 from graphrun.model.blocks import named
+from graphrun.runtime.devices.cpu import CpuDevice
 from graphrun.runtime.devices.simulated import SimulatedDevice
 from graphrun.runtime.residency import Residency
+from graphrun.units import GIB
 
 PATHS = [path for k in GROUPS for path in k.blocks]
 
@@ -78,6 +81,7 @@ def test_loaded_blocks_equal_the_host_and_ties_hold_on_the_device(device: Simula
         assert module.head.weight is module.embed.weight
         for name, tensor in Small().state_dict().items():
             assert torch.equal(module.state_dict()[name].cpu(), tensor)
+        assert all(isinstance(p, torch.nn.Parameter) for p in module.parameters())
         assert device.machine.copies_in == len(PATHS), "one copy per block"
         device.barrier()
         residency.release()
@@ -145,7 +149,11 @@ def put_another(block: Any) -> None:
     block.gain = block.gain + 1
 
 
-@pytest.mark.parametrize("change", [add_in_place, put_another])
+def put_one_with_a_gradient(block: Any) -> None:
+    block.gain = (block.gain + 1).requires_grad_()
+
+
+@pytest.mark.parametrize("change", [add_in_place, put_another, put_one_with_a_gradient])
 @pytest.mark.parametrize("backing_store", ["", "pinned", "disk"])
 def test_what_the_code_writes_to_a_buffer_outlives_an_eviction(
     device: SimulatedDevice, tmp_path: Path, backing_store: str, change: Callable[[Any], None]
@@ -167,11 +175,35 @@ def test_what_the_code_writes_to_a_buffer_outlives_an_eviction(
         if not backing_store:
             assert torch.equal(module.wide[1].gain, expected)
             assert torch.equal(module.wide[2].gain, other_expected)
+        assert not module.wide[1].gain.requires_grad
         load_all(residency, device)
+        assert not module.wide[1].gain.requires_grad
         assert module.wide[1].gain.device.type == "sim"
         assert torch.equal(module.wide[1].gain.cpu(), expected)
         assert torch.equal(module.wide[2].gain.cpu(), other_expected)
         residency.release()
+
+
+def test_what_the_code_writes_to_a_buffer_outlives_the_memory_of_its_block(tmp_path: Path) -> None:
+    """On the CPU, where a ring buffer has the memory."""
+    device = CpuDevice(cpu_hardware())
+    module, writer = meta_module_and_writer(saved(tmp_path))
+    residency = Residency(module, in_backing_store("file", "a", ON), device, writer)
+    with device.capped(GIB):
+        memory = device.allocate(residency.nbytes("wide.1"))
+        residency.copy("wide.1", memory)
+        device.barrier()
+        residency.bind("wide.1", memory)
+        assert all(type(p) is torch.nn.Parameter for p in module.wide[1].parameters())
+        add_in_place(module.wide[1])
+        residency.unbind("wide.1")
+        memory.zero_()
+        residency.copy("wide.1", memory)
+        device.barrier()
+        residency.bind("wide.1", memory)
+        assert torch.equal(module.wide[1].gain, Small().wide[1].gain + 1)
+        residency.unbind("wide.1")
+    residency.drop()
 
 
 @pytest.mark.parametrize("other", [torch.ones(3, dtype=torch.bfloat16), torch.ones(64), None])
@@ -348,6 +380,21 @@ def test_a_module_with_weights_is_not_read_from_files(
     component = in_backing_store(backing_store, "a", small_hardware())
     with pytest.raises(InputError, match="a was passed in, but the plan reads it from"):
         Residency(Small(), component, device)
+
+
+def test_each_tensor_of_a_layer_is_read_by_its_name(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    module, writer = meta_module_and_writer(saved(tmp_path))
+    layer, expected = module.wide[1].expand, Small().wide[1].expand
+    layer._parameters = dict(reversed(layer._parameters.items()))  # the bias comes first
+    component = in_backing_store("disk", "a", small_hardware())
+    residency = Residency(module, component, device, writer)
+    for key, tensor in layer._parameters.items():
+        values = residency.read(f"wide.1.expand.{key}", tensor)
+        assert torch.equal(values, expected.get_parameter(key))
+    other_tensor = torch.ones(1)
+    assert residency.read("wide.1.expand.other", other_tensor) is other_tensor
 
 
 def test_blocks_are_compiled_alone(device: SimulatedDevice) -> None:

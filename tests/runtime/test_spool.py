@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -188,14 +189,15 @@ def test_weights_are_written_unless_files_have_them_as_needed(tmp_path: Path, ke
     spool.close()
 
 
-def test_a_file_with_a_changed_byte_is_damaged(tmp_path: Path) -> None:
+def test_a_file_whose_data_have_another_digest_is_damaged(tmp_path: Path) -> None:
     spool = Spool(keep=tmp_path)
     intact, damaged = (kept(spool, key) for key in ("intact", "damaged"))
     assert intact.read_bytes() == damaged.read_bytes()
-    data = bytearray(damaged.read_bytes())
-    data[-1] ^= 1
-    damaged.write_bytes(data)
-    assert spool.damaged() == [damaged]
+    data = damaged.read_bytes()
+    other_digests = (re.sub(rb"[0-9a-f]{64}", digit * 64, data) for digit in (b"0", b"f"))
+    for changed_data in (data[:-1] + bytes([data[-1] ^ 1]), *other_digests):
+        damaged.write_bytes(changed_data)
+        assert spool.damaged() == [damaged]
 
 
 def test_a_kept_file_without_a_digest_is_damaged(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def follow_streamed(
     assert torch.equal(trace.outputs["x"], plain({"a": Small()}, ["a"] * calls))
     assert untouched(module)
     assert device.allocated_bytes == trace.left_bytes == 0
+    assert not any(event.nbytes for event in trace.events if event.kind == "block"), "no copies"
     return problem, plan, trace
 
 
@@ -378,15 +379,19 @@ def test_a_call_may_run_its_blocks_again_from_the_first(count: int) -> None:
     assert device.allocated_bytes == 0
 
 
-def test_blocks_out_of_the_plans_order_break_the_plan() -> None:
+@pytest.mark.parametrize(
+    ("thin", "message"), [(0, "thin.4 ran after thin.5"), (6, "wide.2 ran after wide.3")]
+)
+def test_blocks_out_of_the_plans_order_break_the_plan(thin: int, message: str) -> None:
+    """``thin``: number of resident thin blocks."""
     module = Small()
     module.reverse = True
     problem = small_problem({"a": module}, [[use("a", 3, ON)]])
     device = device_of(problem)
-    with pytest.raises(BrokenPlan, match="a: block thin.4 ran after thin.5"):
+    with pytest.raises(BrokenPlan, match=f"a: block {message}"):
         run(
             problem,
-            streamed(problem, 0, 0, 2 * WIDE, 2),
+            streamed(problem, 0, thin, 2 * WIDE, 2),
             Host({"a": module}, problem, device),
             device,
             ["a"] * 3,
