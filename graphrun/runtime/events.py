@@ -20,11 +20,11 @@ class EventRecorder:
     device: Device
     origin: Mark = None
     offset_seconds: float = 0.0
-    slot: int = -1
-    moved_bytes: int = 0
+    slot: int = field(init=False)
+    moved_bytes: int = field(init=False)
     events: list[Event] = field(default_factory=list)
-    _unresolved: list[tuple[tuple[str, str, int, str, int], tuple[Mark, Mark], Device]] = field(
-        default_factory=list
+    _unresolved: list[tuple[tuple[str, str, int, str, int], tuple[Mark, Mark], Device | None]] = (
+        field(default_factory=list)
     )
 
     def note(
@@ -39,9 +39,7 @@ class EventRecorder:
         """Record an `Event` on ``device`` (None: main); ``load`` and ``stream`` count as moved."""
         if kind in {"load", "stream"}:
             self.moved_bytes += nbytes
-        self._unresolved.append(
-            ((kind, component, self.slot, detail, nbytes), marks, device or self.device)
-        )
+        self._unresolved.append(((kind, component, self.slot, detail, nbytes), marks, device))
 
     def seconds(self, mark: Mark, device: Device | None = None) -> float:
         """Return the seconds from the start of the run to ``mark``. Call after a barrier."""

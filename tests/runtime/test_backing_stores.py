@@ -592,13 +592,14 @@ def test_other_copies_may_be_issued_before_each_copy_that_waits_for_compute(
     case, states = make(backing_store, BESIDE, ["a", "b"]), list[tuple[int, bool]]()
     device = with_late_reader(case) if backing_store == "disk" else case.device
     residency = case.host.residencies["a"]
-    paths = BLOCKS[:4]
+    paths, recorder = BLOCKS[:4], EventRecorder(device)
     with device.capped(1 << 30):
+        recorder.slot = recorder.moved_bytes = 0
         residency.prepare_reads()
         streamer = Streamer(
             residency,
             Streaming(paths, (), [(path, 1) for path in paths], 2 * WIDE),
-            EventRecorder(device, device.mark("compute")),
+            recorder,
             lambda: states.append((streamer.streamed_bytes // WIDE, streamer.is_waiting)),
         )
         device.wait("copy", device.mark("compute"))

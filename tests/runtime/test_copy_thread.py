@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -56,6 +56,35 @@ def test_a_buffer_is_read_into_after_the_copy_from_it(
     for wait in list(unfinished_copies):
         wait()
     assert bytes(target.numpy()) == file.read_bytes()[start:stop]
+
+
+def test_jobs_run_without_gradients_in_the_context_of_the_device() -> None:
+    thread_ids = list[int]()
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        thread_ids.append(threading.get_ident())
+        yield
+
+    thread = CopyThread(torch.empty, lambda target, buffer: lambda: None, context)
+    assert thread.submit(lambda: (threading.get_ident(), torch.is_grad_enabled())).result() == (
+        thread_ids[0],
+        False,
+    )
+    thread.close()
+
+
+def test_a_file_may_end_within_its_last_page(
+    thread: CopyThread, unfinished_copies: Copies, tmp_path: Path
+) -> None:
+    file, needed_bytes = tmp_path / "weights", PAGE_BYTES + 100
+    file.write_bytes(bytes([7]) * needed_bytes)
+    target = torch.zeros(2 * PAGE_BYTES, dtype=torch.uint8)
+    thread.read([(Span(str(file), 0, target.numel(), needed_bytes), target)])
+    thread.finish()
+    for wait in list(unfinished_copies):
+        wait()
+    assert target[:needed_bytes].eq(7).all()
 
 
 def test_after_an_error_no_later_job_runs_and_each_raises_it(

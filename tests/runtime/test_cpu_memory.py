@@ -129,12 +129,13 @@ def test_the_mark_of_a_copy_is_the_end_of_its_read(
         target = device.allocate(PAGE_BYTES)
         span = Span(str(tmp_path / "weights"), 0, PAGE_BYTES, PAGE_BYTES)
         device.read_block([(span, target)], None)
-        mark = device.mark("copy")
+        mark, compute_mark = device.mark("copy"), device.mark("compute")
         device.wait("disk", mark)
         assert not target.any(), "only compute waits"
         device.wait("compute", mark)
         assert target[-1] == 255
         assert 0.2 <= device.seconds_at(mark) < 1
+        assert device.seconds_at(compute_mark) < device.seconds_at(mark)
         late_mark = device.mark("copy")
         assert device.seconds_at(mark) < device.seconds_at(late_mark)
         device.read_block([], (lambda: target.fill_(7), target))  # type: ignore[arg-type, return-value]

@@ -24,7 +24,7 @@ from small_component import (
     use,
 )
 
-from graphrun.errors import OutOfMemory
+from graphrun.errors import BrokenPlan, GraphrunError, InputError, OutOfMemory
 from graphrun.runtime.devices.accelerator import AcceleratorDevice, Backend
 from graphrun.runtime.devices.device import Arenas
 from graphrun.runtime.executor import follow
@@ -189,6 +189,81 @@ def test_the_allocators_limit_is_that_of_the_cap_or_of_the_plan(
         assert shares[-1] == 0.9
 
 
+def test_arenas_are_locked_until_they_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole pages, for every context of the process (cudaHostRegisterPortable)."""
+    from graphrun.runtime.devices.cuda import CudaDevice
+
+    codes, lock_arguments = [0, 2], dict[int, tuple[int, int]]()
+
+    def lock(address: int, nbytes: int, flags: int) -> int:
+        lock_arguments[address] = nbytes, flags
+        return codes.pop(0)
+
+    driver = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=lock_arguments.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    device = CudaDevice.__new__(CudaDevice)
+    device.arenas = Arenas()
+    cleared = list[int]()
+    monkeypatch.setattr(device, "_clear_last_error", lambda: cleared.append(1))
+    arena = device.arena(PAGESIZE + 1)
+    device.pin(device.arena(0))
+    device.pin(arena)
+    assert lock_arguments == {arena.data_ptr(): (2 * PAGESIZE, 1)}
+    assert (device.arenas.nbytes("pinned"), cleared) == (PAGESIZE + 1, [])
+    del arena
+    assert not lock_arguments
+    with pytest.raises(
+        InputError, match=r"refused to pin 1.00 MiB \(cudaError 2\): raise the limit"
+    ):
+        device.pin(device.arena(MIB))
+    assert (device.arenas.nbytes("pinned"), cleared) == (0, [1])
+
+
+@pytest.mark.parametrize(
+    ("error", "error_class", "message"),
+    [
+        (
+            torch.OutOfMemoryError("no room. GPU 12 has a total capacity of\n8 GiB"),
+            OutOfMemory,
+            "cuda:12 refused an allocation: no room. GPU 12 has a total capacity of",
+        ),
+        (torch.OutOfMemoryError("no\nroom"), OutOfMemory, "cuda:3 refused an allocation: no"),
+        (
+            torch.AcceleratorError("misaligned\naddress"),
+            BrokenPlan,
+            "cuda:3 failed: misaligned; this process cannot use it again",
+        ),
+        (RuntimeError("out of memory"), None, None),
+    ],
+)
+def test_errors_name_the_card_that_raised_them(
+    error: Exception, error_class: type[GraphrunError] | None, message: str | None
+) -> None:
+    from graphrun.runtime.devices.cuda import CudaDevice
+
+    device = CudaDevice.__new__(CudaDevice)
+    device.torch_device = torch.device("cuda", 3)
+    explained = device.explain(error)
+    assert (explained and type(explained), explained and str(explained)) == (error_class, message)
+
+
+@pytest.mark.parametrize(("is_integrated", "free"), [(True, 9 * GIB), (False, 2 * GIB)])
+def test_an_integrated_card_has_free_what_the_system_has(
+    is_integrated: bool, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page cache included, which CUDA's own figure leaves out."""
+    from graphrun.runtime.devices import cuda
+
+    properties = SimpleNamespace(is_integrated=is_integrated)
+    monkeypatch.setattr(cuda, "host_ram_bytes", lambda: 9 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (2 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: GIB)
+    device = cuda.CudaDevice.__new__(cuda.CudaDevice)
+    device._index, device._workspace_bytes = 0, MIB
+    assert device.available_bytes == free + GIB - MIB
+
+
 def test_without_a_limit_of_the_backend_allocations_beyond_the_cap_are_refused() -> None:
     device: Any = AcceleratorDevice.__new__(AcceleratorDevice)
     device.torch_device, device._own_bytes = torch.device("cpu"), Arenas()
@@ -301,19 +376,25 @@ def test_functions_are_tried_without_resetting_the_peaks_of_a_backend(
     assert backend.function("reset_peak_memory_stats") is not None
 
 
-@pytest.mark.parametrize("is_readable", [True, False])
+@pytest.mark.parametrize(
+    ("is_readable", "is_settable"), [(True, True), (False, True), (True, False)]
+)
 def test_opening_a_backend_leaves_the_users_memory_limit(
-    is_readable: bool, monkeypatch: pytest.MonkeyPatch
+    is_readable: bool, is_settable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a function that returns the limit, it could not be restored."""
     fractions = [0.5]
+
+    def set_fraction(share: float, index: int) -> None:
+        if not is_settable:
+            raise ValueError("of the backend's own code")
+        fractions.append(share)
+
     name = "per_process_memory_fraction"
-    monkeypatch.setattr(
-        torch.cpu, f"set_{name}", lambda share, index: fractions.append(share), raising=False
-    )
+    monkeypatch.setattr(torch.cpu, f"set_{name}", set_fraction, raising=False)
     if is_readable:
         monkeypatch.setattr(torch.cpu, f"get_{name}", lambda index: fractions[-1], raising=False)
     backend = Backend("cpu")
     backend.probe(0)
     assert set(fractions) == {0.5}
-    assert (backend.function(f"set_{name}") is not None) == is_readable
+    assert (backend.function(f"set_{name}") is not None) == (is_readable and is_settable)

@@ -180,6 +180,51 @@ def test_each_tensor_is_copied_to_the_secondary_and_back_once_and_inputs_are_not
     assert not any(block._forward_pre_hooks or block._forward_hooks for block in module.values())
 
 
+class Computing(nn.Module):
+    """Returns a tensor of the host, a sum twice, and a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constant = torch.ones(2, device="cpu")
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        total = x + x
+        return [self.constant, total, total, x * x]
+
+
+@pytest.mark.parametrize("staying", [0, 1])
+def test_outputs_that_stay_are_numbered_by_the_tensors_that_a_block_computes(staying: int) -> None:
+    """An output that stays is not copied to the next block there; the other one is not copied there
+    again. Copies of tensors that are freed are freed."""
+    device = planned(case(), WHOLE)[1]
+    (secondary,) = device.secondaries
+    module = nn.ModuleDict({"first": Computing(), "second": Computing()})
+    residency: Any = SimpleNamespace(module=module, splits=[(secondary, ("first", "second"))])
+    with device.capped(1 << 30):
+        x = torch.full((1024,), 3.0, device="cpu").to(device.torch_device)
+
+        def proceed() -> Any:
+            constant, total, same_total, product = module["first"](x)
+            assert constant is module["first"].constant
+            assert same_total is total
+            outputs = [total, product]
+            devices = [secondary.torch_device, device.torch_device]
+            assert [output.device for output in outputs] == devices[:: 1 if staying == 0 else -1]
+            del total, same_total, product
+            for output in outputs:
+                module["second"](output)
+            crossed_bytes = device.machine.bytes_across, secondary.machine.bytes_across
+            assert crossed_bytes == (x.nbytes, 5 * x.nbytes)
+            del output, outputs
+            module["second"](x)
+            assert secondary.allocated_bytes == 3 * x.nbytes  # x, and two outputs
+            return module["first"](x)[1 + 2 * staying]
+
+        result = call_split(device, residency, {"first": frozenset({staying})}, proceed, (), {})
+        assert result.device == device.torch_device
+        assert result[0].item() == [6.0, 9.0][staying]
+
+
 def test_the_cap_of_the_secondary_holds() -> None:
     roomy_problem = case()
     peak_bytes = (

@@ -114,7 +114,7 @@ class Backend:
         set_fraction = self.function("set_per_process_memory_fraction")
         get_fraction = self.function("get_per_process_memory_fraction")
         # A limit that cannot be read is left alone: the user's own could not be restored.
-        if get_fraction is None or not _works(
+        if not _works(
             lambda function, index: function(get_fraction(index), index), set_fraction, index
         ):
             self._functions_by_name["set_per_process_memory_fraction"] = None
@@ -386,7 +386,7 @@ class AcceleratorDevice(Device):
         """Return the free and total bytes of the device; without a function for it, of the host."""
         info = self._backend.function("mem_get_info", "get_memory_info")
         if info is not None:
-            with suppress(RuntimeError, NotImplementedError):
+            with suppress(RuntimeError):
                 free_bytes, total_bytes = info(self._index)
                 return int(free_bytes), int(total_bytes)
         free_bytes = host_ram_bytes()
@@ -404,7 +404,7 @@ class AcceleratorDevice(Device):
             probe = torch.empty(SMALL_BYTES, dtype=torch.uint8, device=self.torch_device)
             counted_bytes = self._counter("memory_allocated")
             del probe
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             return False
         return counted_bytes >= SMALL_BYTES
 
@@ -436,7 +436,7 @@ class AcceleratorDevice(Device):
         power of two (pytorch/pytorch#150517), which is not counted.
         """
         if pinned and nbytes and self.kind.pinning == "at allocation" and self._backend.is_current:
-            with suppress(RuntimeError, NotImplementedError):
+            with suppress(RuntimeError):
                 memory = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8, pin_memory=True)
                 start = -memory.data_ptr() % PAGESIZE
                 arena = memory[start : start + nbytes]
@@ -675,7 +675,7 @@ def _overlap_faults() -> dict[str, str]:
 
 
 def open_accelerator(
-    hardware: Hardware, number: int = 0, first_device: Device | None = None
+    hardware: Hardware, number: int, first_device: Device | None
 ) -> AcceleratorDevice:
     """Return device ``number`` of the kind of ``hardware``, with a RuntimeWarning per notice.
 

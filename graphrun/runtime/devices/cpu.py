@@ -102,7 +102,7 @@ class CpuDevice(Device):
         """
         self._refuse_forked()
         trim_freed_memory()
-        spare_bytes = CONTEXT_STEP_BYTES + (PLANNING_BYTES if to_plan else 0)
+        spare_bytes = CONTEXT_STEP_BYTES + PLANNING_BYTES * to_plan
         return round_up(self.other_bytes + spare_bytes, CONTEXT_STEP_BYTES)
 
     @contextmanager
@@ -278,6 +278,6 @@ class CpuDevice(Device):
         return OutOfMemory(f"the CPU's memory: {text.splitlines()[0]}") if is_refusal else None
 
 
-def open_cpu(hardware: Hardware, number: int = 0, first_device: Device | None = None) -> CpuDevice:
+def open_cpu(hardware: Hardware, number: int, first_device: Device | None) -> CpuDevice:
     """Return this machine's CPU."""
     return CpuDevice(hardware)

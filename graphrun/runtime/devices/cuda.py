@@ -172,9 +172,7 @@ class CudaDevice(AcceleratorDevice):
         return None
 
 
-def open_cuda(
-    hardware: Hardware, number: int = 0, first_device: Device | None = None
-) -> AcceleratorDevice:
+def open_cuda(hardware: Hardware, number: int, first_device: Device | None) -> AcceleratorDevice:
     """Return CUDA device ``number``, with a RuntimeWarning for each of its notices.
 
     Raises InputError if there is none.

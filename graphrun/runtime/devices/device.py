@@ -44,9 +44,8 @@ class Arenas:
 
     def count(self, tier: str, memory: torch.Tensor) -> None:
         """Count ``memory`` in ``tier`` until its storage is freed."""
-        nbytes = memory.numel() * memory.element_size()
-        self._add(tier, nbytes)
-        weakref.finalize(memory.untyped_storage(), self._add, tier, -nbytes).atexit = False
+        self._add(tier, memory.nbytes)
+        weakref.finalize(memory.untyped_storage(), self._add, tier, -memory.nbytes).atexit = False
 
     def nbytes(self, tier: str) -> int:
         """Return the live bytes in ``tier``."""

@@ -69,9 +69,7 @@ class MpsDevice(AcceleratorDevice):
         self._empty_cache()
 
 
-def open_mps(
-    hardware: Hardware, number: int = 0, first_device: Device | None = None
-) -> AcceleratorDevice:
+def open_mps(hardware: Hardware, number: int, first_device: Device | None) -> AcceleratorDevice:
     """Return the Apple GPU, with a RuntimeWarning for each of its notices.
 
     Raises InputError if there is none.

@@ -183,8 +183,8 @@ class SimulatedDevice(Device):
 
 def open_simulated(
     hardware: Hardware,
-    number: int = 0,
-    first_device: Device | None = None,
+    number: int,
+    first_device: Device | None,
     *,
     check_ordering: bool = False,
 ) -> SimulatedDevice:
