@@ -102,7 +102,7 @@ class CpuDevice(Device):
         """
         self._refuse_forked()
         trim_freed_memory()
-        spare_bytes = CONTEXT_STEP_BYTES + PLANNING_BYTES * to_plan
+        spare_bytes = CONTEXT_STEP_BYTES + (PLANNING_BYTES if to_plan else 0)
         return round_up(self.other_bytes + spare_bytes, CONTEXT_STEP_BYTES)
 
     @contextmanager
