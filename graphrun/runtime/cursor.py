@@ -69,7 +69,7 @@ class SlotCursor:
             slot_indices = self._next_phase(component)
         elif part == "first" and all(self._call_counts[name] for name in uses):
             slot_indices = [self._slot + 1]
-            if self._slots[slot_indices[0]].part != "steady":
+            if self._slots[self._slot + 1].part != "steady":
                 raise self._broken(
                     f"{component} was called again in {self._open_slot.phase}, for which the plan "
                     "has one call"
@@ -87,12 +87,8 @@ class SlotCursor:
         The plan's first slot, if it is a load slot that restores no value. A restored value is an
         output of an earlier stage, spilled to the host: it does not exist yet.
         """
-        first = next(iter(self._slots), None)
-        if (
-            first is None
-            or first.part != "load"
-            or any(isinstance(action, Restore) for action in first.actions)
-        ):
+        first = self._slots[0]
+        if first.part != "load" or any(isinstance(action, Restore) for action in first.actions):
             return []
         self._slot = 0
         return [0]
@@ -112,13 +108,12 @@ class SlotCursor:
             ),
             None,
         )
-        if (
-            load_index is None
-            or self._slots[load_index].part != "load"
-            or self._stages[self._slots[load_index].phase] != stage
-        ):
+        if load_index is None:
             return []
-        if not any(isinstance(action, Restore) for action in self._slots[load_index].actions):
+        slot = self._slots[load_index]
+        if self._stages.get(slot.phase) != stage or not any(
+            isinstance(action, Restore) for action in slot.actions
+        ):
             return []
         slot_indices = list(range(self._slot + 1, load_index + 1))
         self._slot = load_index
@@ -135,7 +130,8 @@ class SlotCursor:
 
     @property
     def _open_slot(self) -> Slot:
-        return self._slots[self._slot] if self._slot >= 0 else Slot("", "end", 0, ())
+        # before the first slot: the last one, which has no phase either
+        return self._slots[self._slot]
 
     def _next_phase(self, component: str) -> list[int]:
         """Return the indices of the slots up to the next phase's first call."""

@@ -361,17 +361,9 @@ class PlanRun:
         the same device receive.
         """
         assert self._open is not None
-        numbers, phase_name = self._problem.component(component), self._open.slot.phase
-        uses = (
-            use
-            for phase in self._problem.phases
-            if phase.name == phase_name
-            for use in phase.uses
-            if use.component == component
-        )
+        numbers, use = self._problem.component(component), self._open.uses[component]
         return {
             numbers.groups[k].blocks[i]: transfer.stay
-            for use in uses
             for (k, i), transfer in transfers(use, numbers).items()
         }
 

@@ -28,7 +28,10 @@ from graphrun.trace import SlotTrace
 
 
 class OpenSlot:
-    """Slot ``index`` of a plan: call `open`, `enter` before each call of a component, `close`."""
+    """Slot ``index`` of a plan: call `open`, `enter` before each call of a component, `close`.
+
+    ``uses``: component -> its use in the phase; empty in a load slot.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class OpenSlot:
             (phase for phase in problem.phases if phase.name == slot.phase and slot.part != "load"),
             None,
         )
-        self._uses: dict[str, Use] = {use.component: use for use in phase.uses} if phase else {}
+        self.uses: dict[str, Use] = {use.component: use for use in phase.uses} if phase else {}
         self._streamers: dict[str, Streamer] = {}
         self._prefetch: deque[tuple[Residency, str]] = deque()  # (component, block) not yet issued
         # bytes of all prefetch in the slot, and bytes issued so far
@@ -121,9 +124,7 @@ class OpenSlot:
         )
         names |= dict.fromkeys(residency.name for residency, _ in loads)
         streamings = [
-            (residencies[name], self._streaming(name, loads))
-            for name in names
-            if name in self._uses
+            (residencies[name], self._streaming(name, loads)) for name in names if name in self.uses
         ]
         residencies_to_read = [
             residencies[action.component]
@@ -135,7 +136,7 @@ class OpenSlot:
         # they are copied. Copies from pageable memory come last, because they make the host wait:
         # when the slot closes, all its compute is queued, so the device computes meanwhile.
         prefetch = sorted(
-            (block for block in loads if block[0].name not in self._uses),
+            (block for block in loads if block[0].name not in self.uses),
             key=lambda block: (block[0].backing_store.pageable, block[0] in residencies_to_read),
         )
         # On a card, allocating maps pages, which takes the host 0.07 ms for 20 MiB. So in a slot
@@ -258,7 +259,7 @@ class OpenSlot:
 
     def _streaming(self, component: str, loads: list[tuple[Residency, str]]) -> Streaming:
         """Return the copies of the slot for ``component``, with which the slot computes."""
-        numbers, use = self._problem.component(component), self._uses[component]
+        numbers, use = self._problem.component(component), self.uses[component]
         # ``order`` has a layer once for each of its runs in a call. Weights outside of layers are
         # never streamed, and not in it.
         if numbers.granularity == "layers":

@@ -34,7 +34,6 @@ from graphrun.model.problem import Problem, Secondary
 from graphrun.modules.build import build
 from graphrun.modules.weight_reads import DeferredTensor
 from graphrun.ops.stage_options import apply_option
-from graphrun.runtime.cursor import SlotCursor
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow
 from graphrun.runtime.host import Host
@@ -300,37 +299,6 @@ def test_what_the_main_device_streams_and_a_failed_allocation_beside_a_copy() ->
             for module in modules.values()
             for tensor in module.state_dict().values()
         )
-
-
-COPIES = """
-    slot s0/0:a@1+a load
-    slot s0/0:a@1+a first
-    slot s0/0:a@1+a steady x1
-    slot s1/0:b load
-    slot s1/0:b first
-    slot end
-"""
-
-
-def test_a_copy_makes_the_first_call_of_each_pair() -> None:
-    problem = small_problem(
-        {"a": Small(), "b": Small()}, [[use("a@1", 2, ON), use("a", 2, ON)], [use("b", 1, ON)]]
-    )
-    problem = _named(problem)
-    cursor = SlotCursor(problem, plan_of(problem, COPIES))
-    callers, indices = list[str](), list[list[int]]()
-    for name in ("a", "a", "a", "a", "b"):
-        callers.append(cursor.caller(name))
-        indices.append(cursor.enter(callers[-1]))
-    assert callers == ["a@1", "a", "a@1", "a", "b"]
-    assert indices == [[0, 1], [], [2], [], [3, 4]]
-
-
-def _named(problem: Problem) -> Problem:
-    """``problem`` with a component for the uses of ``a@1``."""
-    original = problem.components[0]
-    copy = replace(original, name="a@1", copy_of="a")
-    return replace(problem, components=(original, copy, problem.components[1]))
 
 
 def test_a_deferred_tensor_is_copied_once_and_not_by_reading_a_part_of_it() -> None:

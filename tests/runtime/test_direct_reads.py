@@ -725,6 +725,21 @@ def test_a_forked_process_is_refused(tmp_path: Path) -> None:
     arena.close()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_process_ends_though_its_reader_is_not_closed(tmp_path: Path) -> None:
+    span = whole(file_of(tmp_path / "file", SMALL))
+
+    def use() -> None:
+        DirectReads().submit(span, MappedArena(SMALL).view(0, SMALL)).wait()
+
+    process = multiprocessing.get_context("fork").Process(target=use)
+    process.start()
+    process.join(20)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
+
+
 # -- the arena
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from small_component import (
 
 from graphrun.errors import BrokenPlan, InputError, PlanError
 from graphrun.model.plan import Plan
-from graphrun.model.problem import Problem
+from graphrun.model.problem import Problem, StageOption
 from graphrun.runtime.devices.open import open_device
 from graphrun.runtime.executor import follow, refuse_unfit
 from graphrun.runtime.host import Host
@@ -115,11 +116,37 @@ def test_a_plan_of_another_problem_or_graph_is_refused(problem: Problem, plan: P
     ):
         run(other, plan, host, device, CALLS)
 
-    class Other:
-        digest = "feed"
-
     with pytest.raises(PlanError, match="graph 'small' with digest 0, this one has feed"):
-        refuse_unfit(solution_of(problem, plan), Other())  # type: ignore[arg-type]
+        refuse_unfit(solution_of(problem, plan), graph_that_lists("feed"))
+
+
+def graph_that_lists(digest: str, **permissions: str) -> Any:
+    """A graph whose components and stages need ``permissions`` for every choice."""
+    choices = {
+        name: SimpleNamespace(name=name, sources=(), permission=lambda *_, needs=needs: needs)
+        for name, needs in permissions.items()
+    }
+    return SimpleNamespace(digest=digest, components=choices, stages=[*choices.values()])
+
+
+@pytest.mark.parametrize(
+    ("permissions", "message"),
+    [
+        ({"a": "", "s0": "tiling"}, "b float32 .* needs nothing; the graph does not list it"),
+        ({"a": "", "b": "cpu", "s0": "tiling"}, "b float32 .* nothing; by the graph, it needs cpu"),
+        ({"a": "", "b": "", "s0": ""}, "s0 with tiles needs tiling; by the graph, it needs noth"),
+        ({"a": "", "b": ""}, "s0 with tiles needs tiling; the graph does not list it"),
+    ],
+)
+def test_a_choice_whose_permission_differs_from_the_graph_is_refused(
+    problem: Problem, plan: Plan, permissions: dict[str, str], message: str
+) -> None:
+    solution = solution_of(problem, plan)
+    refuse_unfit(solution, graph_that_lists("0", a="", b=""))
+    option = StageOption("s0", "tiles", problem.phases[:1], "tiling")
+    forged = replace(solution, problem=replace(problem, options=(option,)))
+    with pytest.raises(PlanError, match=f"^by the plan, {message}.*: plan again$"):
+        refuse_unfit(forged, graph_that_lists("0", **permissions))
 
 
 def test_a_plan_that_breaks_a_rule_is_refused_with_the_rule_and_the_place(

@@ -234,6 +234,21 @@ def keep_in_state(x: torch.Tensor) -> None:
     KEPT.module.wide[1].state = SimpleNamespace(scale=x.clone())
 
 
+def keep_in_list_and_state(x: torch.Tensor) -> None:
+    KEPT.tensors = [x.clone()]
+    KEPT.module.wide[1].state = SimpleNamespace(scale=KEPT.tensors[0])
+
+
+def keep_in_list_and_view_in_state(x: torch.Tensor) -> None:
+    KEPT.tensors = [x.clone()]
+    KEPT.module.wide[1].state = SimpleNamespace(scale=KEPT.tensors[0].view(-1))
+
+
+def keep_in_state_and_view_in_list(x: torch.Tensor) -> None:
+    keep_in_state(x)
+    KEPT.tensors = [KEPT.module.wide[1].state.scale.view(-1)]
+
+
 def keep_in_frame(x: torch.Tensor) -> None:
     local_tensor = x.clone()  # noqa: F841 (the frame keeps it)
     del x
@@ -241,7 +256,7 @@ def keep_in_frame(x: torch.Tensor) -> None:
 
 
 def keep_two_sizes(x: torch.Tensor) -> None:
-    KEPT.tensors = {"small": x[0].clone(), "large": x.clone()}
+    KEPT.tensors = {"small": x[0].clone(), "y": x.clone(), "x": x.clone()}
 
 
 @pytest.mark.parametrize(
@@ -250,8 +265,14 @@ def keep_two_sizes(x: torch.Tensor) -> None:
         (keep_in_global, "script.latents (4.00 KiB)"),
         (keep_in_dict, "a dict's 'first' (4.00 KiB)"),
         (keep_in_state, "a.wide.1.state.scale (4.00 KiB)"),
+        (keep_in_list_and_state, "a.wide.1.state.scale (4.00 KiB)"),
+        (keep_in_list_and_view_in_state, "a.wide.1.state.scale (4.00 KiB)"),
+        (keep_in_state_and_view_in_list, "a.wide.1.state.scale (4.00 KiB)"),
         (keep_in_frame, "local_tensor in keep_in_frame() (4.00 KiB)"),
-        (keep_two_sizes, "a dict's 'large' (4.00 KiB), a dict's 'small' (512 B)"),
+        (
+            keep_two_sizes,
+            "a dict's 'x' (4.00 KiB), a dict's 'y' (4.00 KiB), a dict's 'small' (512 B)",
+        ),
     ],
 )
 def test_the_holder_of_a_tensor_that_stays_on_the_device_is_named(
@@ -279,8 +300,17 @@ def test_of_many_tensors_that_stay_on_the_device_the_five_largest_are_listed(cas
     holders = ", ".join([*["a list (4.00 KiB)"] * 4, "a list (512 B)"])
     text = leftovers(case.device, case.modules)
     assert text == f"{allocations} and 2 more; held by {holders}"
+    del tensors[:2]
+    assert leftovers(case.device, case.modules) == f"{allocations}; held by {holders}"
     tensors.clear()
     case.ends_clean()
+
+
+def test_a_tensor_of_a_running_function_has_no_holder(case: Case) -> None:
+    with case.device.capped(1 << 30):
+        local_tensor = torch.ones(16, 64, device=case.device.torch_device)
+    assert leftovers(case.device, case.modules) == "4.00 KiB torch.float32 (16, 64)"
+    del local_tensor
 
 
 def caused_by(error: BaseException, cause: BaseException) -> BaseException:
@@ -297,6 +327,7 @@ def test_the_error_that_explains_a_failure_is_raised_in_its_place(case: Case) ->
         (caused_by(StageError("denoise failed"), input_error), input_error),
         (caused_by(stage_error, ValueError("bad shape")), stage_error),
         (caused_by(KeyboardInterrupt(), input_error), None),
+        (ExceptionGroup("two workers", [input_error, InputError("no seed")]), input_error),
         (caused_by(input_error, caused_by(ValueError("again"), input_error)), input_error),
     ):
         assert error_to_raise(error, case.device, "slot end") is (expected or error)

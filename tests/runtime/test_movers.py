@@ -66,7 +66,7 @@ def cast_by_layer() -> Small:
 
 def mapped() -> Small:
     module = Small()
-    module.hf_device_map = {"embed": "cpu", "wide": 0, "thin": "disk"}
+    module.hf_device_map = {"embed": "cpu", "wide": 0}
     return module
 
 
@@ -118,7 +118,7 @@ def compiled() -> Any:
         (dispatched, "carries accelerate's AlignDevicesHook"),
         (group_offloaded, "carries diffusers' group_offloading hook"),
         (cast_by_layer, "carries diffusers' layerwise_casting hook"),
-        (mapped, "device_map over 0, cpu, disk: load it without device_map"),
+        (mapped, "device_map over 0, cpu: load it without device_map"),
         (on_disk, "device_map over disk: load it without device_map"),
         (with_lora, r"a\.wide\.1\.expand carries the LoRA cozy.*unload_lora_weights"),
         (unread, "is on the meta device.*pass a in on the CPU"),

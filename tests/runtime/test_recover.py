@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from small_component import Small, plan_of, small_hardware, small_problem, use
 from whole_pipelines import TinyPipeline, pixels, planned
 
 from graphrun.errors import OutOfMemory
-from graphrun.model.problem import Problem, Secondary
+from graphrun.model.problem import Problem, Secondary, StageOption, ValueNumbers
 from graphrun.runtime.recovery import execute, remaining_problem
 from graphrun.trace import Trace
 from graphrun.units import MIB
@@ -166,7 +166,41 @@ def test_memory_that_vanished_is_noticed_before_a_stage_begins(whole: TinyPipeli
     assert len(messages) == 1
     assert "before denoise, " in messages[0]
     assert " are available of the " in messages[0]
+    assert messages[0].endswith("continuing from denoise")
     assert calls.count("transformer") == 2, "the stage did not have to fail"
+
+
+def test_memory_that_no_remaining_stage_needs_may_vanish(whole: TinyPipeline) -> None:
+    problem, messages = roomy(whole), list[str]()
+    peaks = {slot.phase: slot.peak_bytes for slot in simulate(problem, planned(problem)).slots}
+    assert peaks["decode/0:vae"] < peaks["denoise/0:transformer"] - 4096
+    calls = count(1)
+
+    def after(*_: object) -> None:
+        if next(calls) == 2:
+            whole.device.machine.capacity_bytes = peaks["denoise/0:transformer"] - 4096
+
+    hook = whole.modules["transformer"].register_forward_hook(after)
+    try:
+        run(whole, problem, messages)
+    finally:
+        hook.remove()
+        whole.device.machine.capacity_bytes = None
+    assert (next(calls), messages) == (3, [])
+
+
+def test_a_run_that_is_out_of_memory_whatever_is_planned_ends(whole: TinyPipeline) -> None:
+    def refuse(*_: object) -> None:
+        whole.device.machine.fail_allocation = 1
+
+    hook, messages = whole.modules["text_encoder"].register_forward_pre_hook(refuse), list[str]()
+    try:
+        with pytest.raises(OutOfMemory, match="remaining stages .planned again 8 times.$"):
+            run(whole, replace(whole.problem, budget_bytes=1 << 30), messages)
+    finally:
+        hook.remove()
+        whole.device.machine.fail_allocation = None
+    assert len(messages) == 8
 
 
 def test_an_activation_that_was_estimated_too_low_is_raised_to_what_was_seen(
@@ -306,6 +340,30 @@ def test_the_phase_that_ran_out_of_memory_is_planned_with_what_it_lacked(
     assert new_problem.phases == (first, replace(second, **basis, **increased))
     assert (new_problem.budget_bytes, new_problem.runs) == (64 * MIB, 1)
     assert remaining_problem(problem, plan, ["s1"], error).phases == new_problem.phases[1:]
+
+
+def test_values_options_and_order_of_finished_stages_are_left_out() -> None:
+    problem = small_case()
+    stages, error = ("s0", "s1"), out_of_memory("first", 9 * MIB, 64 * MIB)
+    problem = replace(
+        problem,
+        values=tuple(
+            ValueNumbers(f"for {stage}", 512, "input", (stage,), 0, number)
+            for number, stage in enumerate(stages)
+        ),
+        options=tuple(
+            StageOption(stage, "tiles", (phase,))
+            for stage, phase in zip(stages, problem.phases, strict=True)
+        ),
+        precedence=(stages,),
+    )
+    plan = plan_of(problem, TWO)
+    for todo, precedence in ((stages, (stages,)), (stages[1:], ())):
+        new_problem = remaining_problem(problem, plan, todo, error)
+        assert [value.name for value in new_problem.values] == [f"for {stage}" for stage in todo]
+        assert [option.stage for option in new_problem.options] == [*todo]
+        assert new_problem.precedence == precedence
+    assert new_problem.options[0].phases == new_problem.phases, "both have the measured bytes"
 
 
 @pytest.mark.parametrize(

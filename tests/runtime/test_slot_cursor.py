@@ -3,6 +3,8 @@ component."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from small_component import Small, plan_of, small_hardware, small_problem, use
 
@@ -26,6 +28,7 @@ PAIR = """
 """
 RESTORED = """
     slot s0/0:a load
+      load a all from pinned
     slot s0/0:a first
     slot s0/0:a steady x2
       spill latents
@@ -34,13 +37,24 @@ RESTORED = """
     slot s1/0:b first
     slot end
 """
-SPILLED, READ = "    spill latents", "    restore latents"  # in the text of errors
+# in the text of errors
+LOADED, SPILLED, READ = "    load a all from pinned", "    spill latents", "    restore latents"
 SAME = """
     slot s0/0:a load
     slot s0/0:a first
     slot s0/0:a steady x1
     slot s1/0:a load
     slot s1/0:a first
+    slot end
+"""
+COPIES = """
+    slot s0/0:a@1+a load
+    slot s0/0:a@1+a first
+    slot s0/0:a@1+a steady x1
+    slot s1/0:a load
+    slot s1/0:a first
+    slot s2/0:a@1+a load
+    slot s2/0:a@1+a first
     slot end
 """
 
@@ -99,7 +113,10 @@ def test_a_stage_that_reads_a_restored_value_opens_its_load_slot_before_its_firs
         [2],
         [],
     ]
-    assert [cursor.begin("s1"), cursor.enter("b"), cursor.finish()] == [[3], [4], [5]]
+    assert [cursor.begin(stage) for stage in ("r", "t")] == [[], []], "stages without components"
+    assert [cursor.begin("s1"), cursor.enter("b")] == [[3], [4]]
+    assert cursor.begin("t") == []
+    assert cursor.finish() == [5]
     assert cursor.begin("s1") == []
     cursor = cursor_of(RESTORED, *phases)
     assert cursor.begin("s1") == [], "the load slot of s0 is next"
@@ -114,9 +131,43 @@ def test_a_stage_without_a_restored_value_opens_its_slots_with_its_first_call() 
     assert cursor_of(restored_first, (("a", 3),), (("b", 1),)).open_ahead() == []
 
 
-def test_a_call_beyond_the_plan_stays_in_steady() -> None:
-    cursor = two()
+@pytest.mark.parametrize("first_slot", ["slot end", "slot s0/0:none first\n slot end"])
+def test_a_slot_without_loads_is_not_opened_ahead(first_slot: str) -> None:
+    assert cursor_of(first_slot, ()).open_ahead() == []
+
+
+@pytest.mark.parametrize("next_component", ["b", "ab"])
+def test_a_call_beyond_the_plan_stays_in_steady(next_component: str) -> None:
+    cursor = cursor_of(TWO.replace("b", next_component), (("a", 3),), ((next_component, 1),))
     assert [cursor.enter("a") for _ in range(4)] == [[0, 1], [2], [], []]
+
+
+def test_phases_follow_one_another_in_the_order_of_the_plan_whatever_their_names_are() -> None:
+    text = """
+        slot s1/0:b load
+        slot s1/0:b first
+        slot s0/0:a load
+        slot s0/0:a first
+        slot end
+    """
+    cursor = cursor_of(text, (("a", 1),), (("b", 1),))
+    assert [cursor.enter("b"), cursor.enter("a"), cursor.finish()] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_copy_makes_the_first_call_of_each_pair_in_phases_that_have_it() -> None:
+    pair = ("a@1", "a")
+    phases = [[use(name, 2, ON) for name in pair], [use("a", 1, ON)], [use(n, 1, ON) for n in pair]]
+    problem = small_problem({"a": Small()}, phases)
+    (original,) = problem.components
+    copy = replace(original, name="a@1", copy_of="a")
+    problem = replace(problem, components=(original, copy))
+    cursor = SlotCursor(problem, plan_of(problem, COPIES))
+    callers, indices = list[str](), list[list[int]]()
+    for _ in range(7):
+        callers.append(cursor.caller("a"))
+        indices.append(cursor.enter(callers[-1]))
+    assert callers == [*pair, *pair, "a", *pair]
+    assert indices == [[0, 1], [], [2], [], [3, 4], [5, 6], []]
 
 
 def test_first_lasts_until_every_component_of_the_phase_was_called() -> None:
@@ -152,7 +203,7 @@ def test_a_call_out_of_order_names_the_component_the_slot_and_what_was_expected(
 @pytest.mark.parametrize(
     ("calls", "next_call", "lines"),
     [
-        ("", "b", ["  ^ here", "  slot s0/0:a load"]),
+        ("", "b", ["  ^ here", "  slot s0/0:a load", LOADED]),
         ("a", "b", ["  slot s0/0:a first", "  ^ here", "  slot s0/0:a steady x2", SPILLED]),
         ("aa", "c", ["  slot s0/0:a steady x2", SPILLED, "  ^ here", "  slot s1/0:b load", READ]),
         ("aaab", "a", ["  slot s1/0:b first", "  ^ here", "  slot end"]),
