@@ -173,11 +173,11 @@ def test_complete_copies_of_a_killed_benchmark_are_used(part: Any, bench: Any) -
 
 
 def test_cells_of_another_processor_count_for_nothing_here(part: Any, tmp_path: Path) -> None:
-    here = {**cell("mmap", 6, 1.0)["machine"], "processor": part("cpu").machine()["processor"]}
+    this_machine = cell("mmap", 6, 1.0)["machine"] | part("cpu").machine()
     results = part("cpu").Results(tmp_path / "results.json")
     results.add(cell("mmap", 6, 1.0))
     assert results.find("m", "mmap", 6, 1) is None
-    results.add(cell("mmap", 6, 2.0, machine=here))
+    results.add(cell("mmap", 6, 2.0, machine=this_machine))
     assert results.find("m", "mmap", 6, 1)["seconds"] == 2.0
     results.add(cell("mmap", 6, 1.0, model="n"))
     groups = part("cpu_report").by_machine(results.cells)
