@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import fcntl
+import functools
 import itertools
 import json
 import math
@@ -61,7 +62,16 @@ from cpu_models import (  # noqa: E402
     weight_bytes,
     write,
 )
-from cpu_report import GRAPHRUN, MMAP, REFERENCE, RESULTS, cell_line, table, write_report  # noqa: E402
+from cpu_report import (  # noqa: E402
+    GRAPHRUN,
+    MMAP,
+    REFERENCE,
+    RESULTS,
+    cell_line,
+    processor_of,
+    table,
+    write_report,
+)
 from cpu_tools import TOOLS, Tool  # noqa: E402
 
 from graphrun.errors import InputError  # noqa: E402
@@ -103,6 +113,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+@functools.cache
 def machine() -> dict[str, Any]:
     """Return a description of this machine."""
     text = Path("/proc/cpuinfo").read_text()
@@ -177,12 +188,7 @@ class Results:
 
 
 def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
-    return *(cell[name] for name in ("model", "tool", "cap_gib", "run")), _processor(cell)
-
-
-def _processor(cell: dict[str, Any]) -> str:
-    processor: str = cell["machine"]["processor"]
-    return processor
+    return *(cell[name] for name in ("model", "tool", "cap_gib", "run")), processor_of(cell)
 
 
 def drop_page_cache(folders: Sequence[Path], *, whole: bool) -> None:
@@ -612,7 +618,7 @@ def run_all(options: argparse.Namespace) -> None:
                 bench.delete(model)
     for model in models:
         rows = [cell for cell in results.cells if cell["model"] == model.name]
-        if rows := [row for row in rows if _processor(row) == machine()["processor"]]:
+        if rows := [row for row in rows if processor_of(row) == machine()["processor"]]:
             print(f"\n{table(rows)}")
     if remaining_cells:
         print(f"\n{remaining_cells} cells are left: type the same command again")

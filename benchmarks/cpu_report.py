@@ -250,19 +250,22 @@ def _picture(cell: Cell, cells: Iterable[Cell]) -> str:
 
 def by_machine(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
     """Yield the cells of each model on each processor, if any is measured. Models are in order."""
-    models = list(dict.fromkeys(cell["model"] for cell in cells))
-    groups: dict[tuple[int, str], list[Cell]] = {}
-    for cell in cells:
-        key = models.index(cell["model"]), cell["machine"]["processor"]
-        groups.setdefault(key, []).append(cell)
-    for key in sorted(groups, key=lambda key: key[0]):
-        if caps_of(groups[key]):
-            yield groups[key]
+    for name in dict.fromkeys(cell["model"] for cell in cells):
+        rows = [cell for cell in cells if cell["model"] == name]
+        for processor in dict.fromkeys(processor_of(row) for row in rows):
+            group = [row for row in rows if processor_of(row) == processor]
+            if caps_of(group):
+                yield group
+
+
+def processor_of(cell: Cell) -> str:
+    processor: str = cell["machine"]["processor"]
+    return processor
 
 
 def _file_name(cells: Sequence[Cell]) -> str:
     """Return the name of the chart of a model on a processor, without its ending."""
-    words = re.findall(r"[a-z0-9.]+", TRADEMARKS.sub("", cells[0]["machine"]["processor"]).lower())
+    words = re.findall(r"[a-z0-9.]+", TRADEMARKS.sub("", processor_of(cells[0])).lower())
     return "-".join(["cpu", cells[0]["model"], *words])
 
 

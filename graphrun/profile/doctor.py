@@ -327,7 +327,8 @@ def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
 def _processor(cache: Path | None) -> dict[str, Any]:
     """Return what the device ``cpu`` can do here.
 
-    ``bfloat16_is_slow``: products in it take longer than in float32, by the profile or data sheet.
+    ``bfloat16_is_slow``: computing in it takes longer than in float32, by the profile or data
+    sheet.
     ``huge_pages``: what gets them (`huge_pages_mode`).
     ``direct_reads``: whether the folders' file systems have reads past the page cache; None where
     that cannot be tried. ``unenforceable``: why ``run --enforce`` cannot limit memory, or "".

@@ -20,8 +20,8 @@ class EventRecorder:
     device: Device
     origin: Mark = None
     offset_seconds: float = 0.0
-    slot: int = field(init=False)
-    moved_bytes: int = field(init=False)
+    slot: int = -1
+    moved_bytes: int = 0
     events: list[Event] = field(default_factory=list)
     _unresolved: list[tuple[tuple[str, str, int, str, int], tuple[Mark, Mark], Device | None]] = (
         field(default_factory=list)

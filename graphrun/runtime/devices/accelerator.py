@@ -114,7 +114,7 @@ class Backend:
         set_fraction = self.function("set_per_process_memory_fraction")
         get_fraction = self.function("get_per_process_memory_fraction")
         # A limit that cannot be read is left alone: the user's own could not be restored.
-        if not _works(
+        if get_fraction is None or not _works(
             lambda function, index: function(get_fraction(index), index), set_fraction, index
         ):
             self._functions_by_name["set_per_process_memory_fraction"] = None
