@@ -76,6 +76,7 @@ from cpu_tools import TOOLS, Tool  # noqa: E402
 
 from graphrun.errors import InputError  # noqa: E402
 from graphrun.memory_group import MemoryGroup, enforceable  # noqa: E402
+from graphrun.profile.processor import cpu_name  # noqa: E402
 from graphrun.systems import forget_cached  # noqa: E402
 
 CELL = ROOT / "benchmarks/cpu_cell.py"
@@ -116,11 +117,9 @@ def exclusive(folder: Path) -> Iterator[None]:
 @functools.cache
 def machine() -> dict[str, Any]:
     """Return a description of this machine."""
-    text = Path("/proc/cpuinfo").read_text()
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
     ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "processor": names[0] if names else platform.machine(),
+        "processor": cpu_name(),
         "cores": os.cpu_count(),
         "ram_bytes": ram_bytes,
         "kernel": platform.release(),

@@ -113,8 +113,13 @@ def cpu_key() -> str:
     """Return what a profile of this machine's CPU is for: its model, threads and PyTorch."""
     from importlib.metadata import version
 
-    threads = cpu_threads()
-    return f"{_cpu_facts()[0]}, {threads} threads, torch {version('torch')}"
+    return f"{cpu_name()}, {cpu_threads()} threads, torch {version('torch')}"
+
+
+def cpu_name() -> str:
+    """Return the CPU's name and instructions for bfloat16: hypervisors hide them under one name."""
+    instructions = bfloat16_instructions()
+    return _cpu_facts()[0] + (f" ({', '.join(instructions)})" if instructions else "")
 
 
 def bfloat16_instructions() -> tuple[str, ...]:

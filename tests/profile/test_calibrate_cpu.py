@@ -299,6 +299,7 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
     name, cores, features = processor._cpu_facts()
     for facts, threads, torch_version in (
         (("another CPU", cores, features), processor.cpu_threads(), metadata.version("torch")),
+        ((name, cores, features ^ {"amx_bf16"}), processor.cpu_threads(), metadata.version("torch")),
         ((name, cores, features), processor.cpu_threads() + 1, metadata.version("torch")),
         ((name, cores, features), processor.cpu_threads(), "1.0"),
     ):
