@@ -133,10 +133,12 @@ def table(cells: Sequence[Cell]) -> str:
     parts = [f"**{cells[0]['model']}** ({_machine(cells)})", _lines(HEADER, rows)]
     if reference:
         weight_bytes = sum(reference["weight_bytes"].values())
+        touch_seconds = median(cells, "first_touch_seconds")
+        new_memory = f"; new memory {1e-9 / touch_seconds:.2f} GB/s" if touch_seconds else ""
         parts.append(
             f"Computing takes {reference['step_compute_seconds']:.2f} s a step and "
             f"{reference['compute_seconds']:.1f} s in all; {weight_bytes / 1e9:.1f} GB of weights; "
-            f"direct reads {reference['disk_bytes_per_second'] / 1e9:.2f} GB/s."
+            f"direct reads {reference['disk_bytes_per_second'] / 1e9:.2f} GB/s{new_memory}."
         )
     if plans := [row for row in plans if row]:
         bases = {c["basis"] for c in cells if "basis" in c}
@@ -286,7 +288,9 @@ def page(cells: Sequence[Cell]) -> str:
         "denoising step.\n"
         "- *limit*: a lower bound for tools on PyTorch, measured once: the longer of computing, "
         "with one block in memory at a time, and direct reads of all weights that do not fit the "
-        "cap next to the process. A row below 1.00 ran while the machine was faster (*TFLOP/s*).\n"
+        "cap next to the process. A row below 1.00 ran while the machine was faster (*TFLOP/s*). "
+        "New memory counts as free: where a virtual machine's host gives it slowly, no plan for "
+        "few steps reaches the limit.\n"
         "- *GB read*: bytes that the process had read from the disk. *peak*: the most anonymous, "
         "shared, locked and kernel bytes. *CPU*: the share of all cores during a step.\n"
         "- *TFLOP/s*, *disk*: the speed of the rented machine, by products and direct reads before "
@@ -316,8 +320,13 @@ def _drawing(cells: Sequence[Cell], theme: str) -> str:
 
 
 def readme(cells: Sequence[Cell]) -> str:
-    """Return README's lines on the first model and machine that graphrun and mmap ran, or \"\"."""
-    for group in by_machine(cells):
+    """Return README's lines on the first model that graphrun and mmap ran, on the machine with
+    the most caps, or \"\"."""
+    models = [cell["model"] for cell in cells]
+    groups = sorted(
+        by_machine(cells), key=lambda group: (models.index(group[0]["model"]), -len(caps_of(group)))
+    )
+    for group in groups:
         rows, spreads = [], list[Spread]()
         for cap in caps_of(group):
             medians = [

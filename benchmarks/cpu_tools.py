@@ -275,6 +275,7 @@ def _graphrun(job: Job) -> Picture:
         planned_seconds=solution.simulation.seconds,
         planned_peak_bytes=problem.budget_for(solution.simulation.peak_bytes),
         planned_read_bytes=solution.simulation.moved_bytes,
+        first_touch_seconds=hardware.first_touch_seconds,
     )
 
     def picture() -> Any:

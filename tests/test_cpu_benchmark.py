@@ -89,7 +89,8 @@ REFERENCE = cell(
 RECORDED = [
     REFERENCE,
     cell("graphrun", 6, 90.0, run_seconds=80.0, run_read_bytes=70 * 10**9, planned_seconds=81.0)
-    | {"basis": "measured", "planned_read_bytes": 71 * 10**9, "planned_peak_bytes": 2**30},
+    | {"basis": "measured", "planned_read_bytes": 71 * 10**9, "planned_peak_bytes": 2**30}
+    | {"first_touch_seconds": 2.5e-9},
     cell("graphrun", 6, 110.0, run=2, disk_speeds=[0.8e9, 1e9]),
     cell("graphrun", 6, 100.0, run=3),
     cell("graphrun", 16, 50.0, speeds=[1e12, 1e12]),
@@ -336,6 +337,7 @@ def test_tables_have_medians_limits_and_plans(part: Any) -> None:
     assert "next to its plans with the profile of `graphrun calibrate`:" in "\n".join(lines)
     assert "differs by 0.2" in "\n".join(lines)
     assert "caps enforced by the kernel" in lines[0]
+    assert "GB/s; new memory 0.40 GB/s." in "\n".join(lines)
 
 
 @pytest.mark.sweep("more")
@@ -355,3 +357,7 @@ def test_page_readme_and_chart_are_made_from_the_cells(part: Any, tmp_path: Path
     assert ("#0d1117" in drawing, "#0d1117" in dark) == (False, True)
     assert [f"cpu-m-p{kind}.svg" in readme for kind in ("", "-dark")] == [True, True]
     assert report.readme([]) == ""
+    machine = RECORDED[0]["machine"] | {"processor": "Q"}
+    larger = [row | {"machine": machine} for row in RECORDED]
+    larger += [cell(tool, 8, 1.0, machine=machine) for tool in ("graphrun", "mmap")]
+    assert "Q, 2 cores" in report.readme([*RECORDED, *larger]), "it has the most caps"

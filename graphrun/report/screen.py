@@ -535,11 +535,34 @@ def _why(solution: Solution) -> str:
                 reason = (
                     f"resident it needs {show_size(weights)}, and its calls "
                     f"{show_size(other_bytes)}, more than {show_size(problem.effective_bytes)}"
+                    + _new_memory_reason(solution, phase.name, component)
                 )
             else:
                 reason = "it would fit, but streaming takes no longer and uses less memory"
             lines[f" why {component.name} is streamed: {reason}"] = None
     return "\n".join(lines)
+
+
+def _new_memory_reason(solution: Solution, phase: str, component: ComponentNumbers) -> str:
+    """Return why not more blocks are resident, if more fit, each is read at every call, and the
+    calls wait for it: memory that the run has not used yet is slow."""
+    problem, slots = solution.chosen, solution.plan.slots
+    byte_seconds = problem.hardware.first_touch_seconds
+    reports = [
+        (slot.calls, report)
+        for slot, report in zip(slots, solution.simulation.slots, strict=True)
+        if slot.phase == phase
+    ]
+    calls = sum(calls for calls, _ in reports)
+    unused_bytes = problem.effective_bytes - max(report.peak_bytes for _, report in reports)
+    largest_bytes = max(component.variants[0].block_bytes)
+    waits = any(calls > 1 and report.stall_seconds > 0 for calls, report in reports)
+    if not byte_seconds or not waits or unused_bytes < largest_bytes:
+        return ""
+    return (
+        f"; {show_size(unused_bytes)} more would fit, but new memory comes at "
+        f"{1 / byte_seconds / 1e9:.2g} GB/s, so reading again in {calls} calls takes less time"
+    )
 
 
 def explain_screen(solution: Solution) -> str:

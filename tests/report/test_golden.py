@@ -10,6 +10,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -154,6 +155,25 @@ def test_screens_on_the_cpu(cpu_solution: Any, cpu_trace: Trace, compare: Any) -
         compare(f"flux-dev-cpu-8g-{name}", screen)
     for name in ("plan", "run"):
         assert max(map(len, screens[name].splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("seconds_of_a_byte", "is_slow"), [(1e-6, True), (1e-8, False)])
+def test_slow_new_memory_is_the_reason_why_memory_stays_unused(
+    seconds_of_a_byte: float, is_slow: bool, cpu_solution: Any
+) -> None:
+    """50 calls wait for a disk of 0.2 GB/s: a byte that stays saves 245 ns."""
+    hardware = replace(
+        cpu_solution.problem.hardware,
+        disk_bytes_per_second=2e8,
+        first_touch_seconds=seconds_of_a_byte,
+    )
+    solution = solve(replace(cpu_solution.problem, hardware=hardware))
+    lines = plan_screen(solution, look=Look(verbose=True)).splitlines()
+    (why,) = (line for line in lines if "why transformer is streamed" in line)
+    reason = "GiB more would fit, but new memory comes at 0.001 GB/s, so reading again in 50 calls"
+    assert (reason in why) == is_slow
+    (encoder,) = (line for line in lines if "why text_encoder_2 is streamed" in line)
+    assert "new memory" not in encoder, "it is read once"
 
 
 def test_a_run_next_to_its_data_sheet_estimate_says_how_far_that_may_be_off(
