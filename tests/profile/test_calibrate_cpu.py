@@ -27,7 +27,7 @@ from graphrun.profile.calibrate_cpu import (
 )
 from graphrun.profile.costs import kernel_seconds, quantized_seconds
 from graphrun.report.machine_screens import calibrate_screen
-from graphrun.units import MIB
+from graphrun.units import GIB, MIB
 
 
 def rates_of(hardware: Hardware) -> ProcessorRates:
@@ -243,6 +243,22 @@ def test_tensors_are_read_from_new_places_until_the_pool_ends() -> None:
     assert pool.take(weight).isfinite().all()
 
 
+@pytest.mark.parametrize(("available", "nbytes"), [(8 * GIB, 2 * GIB), (64 * GIB, 3 * GIB)])
+def test_the_pool_is_larger_than_caches_and_at_most_a_quarter_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, available: int, nbytes: int
+) -> None:
+    class PoolMadeError(Exception):
+        pass
+
+    def pool(size: int) -> ColdPool:
+        raise PoolMadeError(size)
+
+    monkeypatch.setattr(calibrate_cpu, "available_bytes", lambda: available)
+    monkeypatch.setattr(calibrate_cpu, "ColdPool", pool)
+    with pytest.raises(PoolMadeError, match=f"^{nbytes}$"):
+        measured_cpu(processor.cpu_estimate(), 1.0)
+
+
 def test_probes_are_timed() -> None:
     probe = Probe(nn.functional.linear, "float32", ((7, 64), (32, 64)))
     pool = ColdPool(1 << 20)
@@ -297,9 +313,10 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
         assert f"{rate / 1e12:.2f} TFLOP/s" in row or f"{rate / 1e9:.2f} GFLOP/s" in row
 
     name, cores, features = processor._cpu_facts()
+    other_features = features ^ {"amx_bf16"}  # a hypervisor hides it under the same name
     for facts, threads, torch_version in (
         (("another CPU", cores, features), processor.cpu_threads(), metadata.version("torch")),
-        ((name, cores, features ^ {"amx_bf16"}), processor.cpu_threads(), metadata.version("torch")),
+        ((name, cores, other_features), processor.cpu_threads(), metadata.version("torch")),
         ((name, cores, features), processor.cpu_threads() + 1, metadata.version("torch")),
         ((name, cores, features), processor.cpu_threads(), "1.0"),
     ):
