@@ -110,14 +110,15 @@ def cpu_threads() -> int:
 
 
 def cpu_key() -> str:
-    """Return what a profile of this machine's CPU is for: its model, threads and PyTorch."""
+    """Return what a profile of this machine's CPU is for: its `cpu_name`, threads, PyTorch."""
     from importlib.metadata import version
 
     return f"{cpu_name()}, {cpu_threads()} threads, torch {version('torch')}"
 
 
 def cpu_name() -> str:
-    """Return the CPU's name and instructions for bfloat16: hypervisors hide them under one name."""
+    """Return the CPU's model and its instructions for bfloat16: a hypervisor may hide some of them
+    and leave the model's name."""
     instructions = bfloat16_instructions()
     return _cpu_facts()[0] + (f" ({', '.join(instructions)})" if instructions else "")
 
