@@ -55,6 +55,7 @@ _OPTIONAL = (
     "dtypes",
     "serial_copies",
     "first_touch_seconds",
+    "lost_seconds",
 )
 
 
@@ -128,6 +129,8 @@ class Variant:
     transient_bytes: int = 0  # extra RAM while the backing store is read from disk
     stored_bytes: int = 0  # written to disk for this variant
     read_bytes: tuple[int, ...] = ()  # size of one block in the files, if not block_bytes
+    # of compute, lost to reading one block on the same cores
+    lost_seconds: tuple[float, ...] = ()
     # permission required because the output changes: a precision or "cpu"; "": none
     needs: str = ""
 

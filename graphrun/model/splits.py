@@ -481,6 +481,7 @@ def _variant(by_secondary: Mapping[int, Variant], sources: Iterable[tuple[int, i
             "disk_seconds",
             "block_seconds",
             "read_bytes",
+            "lost_seconds",
         )
     }
     return replace(main_variant, **fields_of_groups)

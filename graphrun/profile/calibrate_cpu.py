@@ -4,6 +4,11 @@ Probes are operators of the sizes that models have. Each is recorded as in a dry
 all non-negative rates, those count with which `costs` predicts the measured seconds with the least
 sum of squared relative errors. So a class is measured by several probes, and a probe measures
 several classes.
+
+All calls are timed in turns, each once a round. A core may change its speed within seconds, above
+all where a virtual machine shares it with others: products on one such machine reached 0.65 to 1.61
+TFLOP/s within a minute. One probe after another, the fit would take that for a difference between
+kernels.
 """
 
 from __future__ import annotations
@@ -13,11 +18,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
 from scipy.optimize import nnls
+from scipy.stats import trim_mean
 from torch import nn
 from torch.func import functional_call
 
@@ -46,10 +52,14 @@ BLOCK_WEIGHT = 6.0
 TOUCH_BYTES = 64 * MIB  # written at once to measure new memory
 LAYER_SIZE, LAYER_ROWS = 3072, 256  # of quantized layers: FLUX's, and tokens of a small picture
 LAUNCHED = 128  # operators in the chain that measures launches
+SMALL_REPEATS = 8  # of small blocks, as blocks of a model repeat; the first one finds cold caches
 # A longer probe, by the data sheet, is left out: some convolutions in bfloat16 take a minute.
 LONGEST_SECONDS = 1.0
+# Of at least so many rounds, this share of the shortest and of the longest calls does not count.
+MIN_ROUNDS, TRIMMED_SHARE = 5, 0.2
 
 functional = nn.functional
+Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,21 @@ class Probe:
         recorder.close()
         record = recorder.record
         return [record.kernels[number] for _, numbers in record.work for number in numbers]
+
+    def timed(self, pool: ColdPool, repeats: int = 1) -> Callable[[], float]:
+        """Return a function that calls the operator ``repeats`` times with tensors of ``pool``, and
+        returns the seconds of a call."""
+        templates = self.tensors("meta")
+
+        def call() -> float:
+            tensors = [[pool.take(template) for template in templates] for _ in range(repeats)]
+            with torch.no_grad():
+                start = time.perf_counter()
+                for arguments in tensors:
+                    self.operator(*arguments)  # memory of results is returned in this time, too
+                return (time.perf_counter() - start) / repeats
+
+        return call
 
 
 class ColdPool:
@@ -274,9 +299,10 @@ def _elementwise(dtype: str) -> Iterator[Probe]:
 def first_touch_seconds(seconds: float) -> float:
     """Return the seconds to write one byte of memory that nothing used for a while.
 
-    Writes new memory for at most ``seconds``, and at most half of what is available. Call it before
-    other memory is used: memory that a process has just freed takes a tenth of the time. So the
-    slowest tenth of all chunks counts.
+    All threads write, as in a run, where several also read into new memory: two got it 1.4 times as
+    fast as one. Writes for at most ``seconds``, and at most half of what is available. Call it
+    before other memory is used: memory that a process has just freed takes a tenth of the time. So
+    the slowest tenth of all chunks counts.
     """
     chunks, durations = list[torch.Tensor](), list[float]()
     most_chunks = available_bytes() // 2 // TOUCH_BYTES
@@ -284,7 +310,7 @@ def first_touch_seconds(seconds: float) -> float:
     while len(chunks) < most_chunks and time.perf_counter() < end:
         start = time.perf_counter()
         chunk = torch.frombuffer(anonymous_memory(TOUCH_BYTES), dtype=torch.uint8)
-        chunk[::PAGE_BYTES].fill_(1)
+        chunk.fill_(1)  # PyTorch divides it among its threads, unlike one byte of each page
         durations.append(time.perf_counter() - start)
         chunks.append(chunk)
     if not durations:
@@ -292,79 +318,91 @@ def first_touch_seconds(seconds: float) -> float:
     return sorted(durations)[len(durations) * 9 // 10] / TOUCH_BYTES
 
 
-def typical_seconds(probe: Probe, seconds: float, pool: ColdPool) -> float:
-    """Return the median seconds of at least three calls, within ``seconds`` if possible.
+def typical_seconds(
+    calls: Mapping[Measured, Callable[[], float]], allowed_seconds: float
+) -> dict[Measured, float]:
+    """Return the mean of what each of ``calls`` returns, without its extremes, in
+    ``allowed_seconds`` if at least `MIN_ROUNDS` rounds are possible in them.
 
     A run of minutes sees the usual disturbances too, so the fastest call would promise too much.
     """
-    tensors, durations = probe.tensors("cpu"), list[float]()
-    with torch.no_grad():
-        probe.operator(*tensors)
-        end = time.perf_counter() + seconds
-        while len(durations) < 3 or (time.perf_counter() < end and len(durations) < 400):
-            cold_tensors = [pool.take(tensor) for tensor in tensors]
-            start = time.perf_counter()
-            probe.operator(*cold_tensors)  # the result's memory is returned in this time, too
-            durations.append(time.perf_counter() - start)
-    return statistics.median(durations)
+    for call in calls.values():
+        call()
+    rounds, end = list[list[float]](), time.perf_counter() + allowed_seconds
+    while len(rounds) < MIN_ROUNDS or time.perf_counter() < end:
+        rounds.append([call() for call in calls.values()])
+    means = trim_mean(rounds, TRIMMED_SHARE)
+    return dict(zip(calls, means.tolist(), strict=True))
 
 
-def new_memory_rate(seconds: float, *, huge_pages: bool) -> float:
-    """Return bytes per second at which operators get new pages from the kernel and return them,
-    within ``seconds``.
+def new_memory(*, huge_pages: bool) -> Callable[[], float]:
+    """Return a function that returns how much longer writing `TOUCH_BYTES` takes in new memory.
 
-    Every tensor of this size gets new pages, and the threads that compute write them first. The
-    rate is measured and not fitted, as few probes have tensors of this size.
+    Every tensor of this size gets new pages, which the kernel supplies, and gets back. The threads
+    that compute write them first. This is measured and not fitted, as few probes have tensors of
+    this size.
     """
-    durations, reused_tensor = list[float](), torch.ones(TOUCH_BYTES, dtype=torch.uint8)
-    end = time.perf_counter() + seconds
-    while len(durations) < 3 or time.perf_counter() < end:
+    reused_tensor = torch.ones(TOUCH_BYTES, dtype=torch.uint8)
+
+    def call() -> float:
         start = time.perf_counter()
         memory = anonymous_memory(TOUCH_BYTES, huge_pages=huge_pages)
         torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
         del memory
-        durations.append(time.perf_counter() - start)
-        start = time.perf_counter()
+        middle = time.perf_counter()
         reused_tensor.fill_(1)
-        durations[-1] -= time.perf_counter() - start
-    return TOUCH_BYTES / max(statistics.median(durations), TOUCH_BYTES / FASTEST)
+        return 2 * middle - start - time.perf_counter()
+
+    return call
 
 
-def launch_seconds(seconds: float, pool: ColdPool) -> float:
-    """Return the seconds of an operator without work, with the code of its module."""
+def launch_chain() -> Probe:
+    """Return `LAUNCHED` operators without work, with the code of their modules."""
     layers = (nn.Linear(16, 16), nn.LayerNorm(16)) * (LAUNCHED // 2)
     chain = nn.Sequential(*layers).to("cpu", torch.bfloat16).requires_grad_(False)
-    return typical_seconds(Probe(chain, "bfloat16", ((1, 16),)), seconds, pool) / LAUNCHED
+    return Probe(chain, "bfloat16", ((1, 16),))
 
 
-def launch_seconds_in_blocks(seconds: float, pool: ColdPool, rates: ProcessorRates) -> float:
+def launch_seconds_in_blocks(block_seconds: Sequence[float], rates: ProcessorRates) -> float:
     """Return the median seconds of an operator in a block of a model, without its work by
-    ``rates``: the block's own code, and operators that only make views, count too."""
+    ``rates``: the block's own code, and operators that only make views, count too.
+
+    ``block_seconds``: of `_small_blocks`.
+    """
     launches = list[float]()
-    for block, recorded in zip(_small_blocks("cpu"), _small_blocks("meta"), strict=True):
-        kernels = recorded.kernels()
+    for seconds, block in zip(block_seconds, _small_blocks("meta"), strict=True):
+        kernels = block.kernels()
         work_seconds = sum(cpu_seconds(kernel, rates) for kernel in kernels)
-        block_seconds = typical_seconds(block, seconds, pool)
-        launches.append(max(0.0, block_seconds - work_seconds) / len(kernels))
+        launches.append(max(0.0, seconds - work_seconds) / len(kernels))
     return statistics.median(launches)
 
 
-def dequantization_rates(seconds: float, pool: ColdPool, dtype: str) -> dict[str, float]:
-    """Return bytes per second of the weights in ``dtype`` that quantized layers make.
-
-    The seconds are those that a layer takes longer than one with the weight itself: reading,
-    dequantizing and, for int8, all that its product differs in.
-    """
+def quantized_layers(dtype: str) -> dict[str, Probe]:
+    """Return a layer with a weight in ``dtype``, under an empty name, and quantized ones, by
+    precision."""
     weight = torch.ones(LAYER_SIZE, LAYER_SIZE, dtype=getattr(torch, dtype))
     layer = nn.Linear(LAYER_SIZE, LAYER_SIZE, bias=False, device="meta", dtype=weight.dtype)
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    sizes, rates = ((LAYER_ROWS, LAYER_SIZE),), dict[str, float]()
-    plain_seconds = typical_seconds(Probe(layer, dtype, sizes), seconds, pool)
-    for precision in ("nf4", "int8", "fp8", *GGUF_BLOCKS):
-        probe = Probe(filled_layer(weight, precision), dtype, sizes)
-        extra_seconds = typical_seconds(probe, seconds, pool) - plain_seconds
-        rate = weight.nbytes / max(extra_seconds, weight.nbytes / FASTEST)
-        rates[f"dequantize {precision} {dtype}"] = rate
+    layers = {"": layer} | {
+        precision: filled_layer(weight, precision)
+        for precision in ("nf4", "int8", "fp8", *GGUF_BLOCKS)
+    }
+    sizes = ((LAYER_ROWS, LAYER_SIZE),)
+    return {precision: Probe(layer, dtype, sizes) for precision, layer in layers.items()}
+
+
+def dequantization_rates(seconds: Mapping[str, float], dtype: str) -> dict[str, float]:
+    """Return bytes per second of the weights in ``dtype`` that quantized layers make.
+
+    ``seconds``: of `quantized_layers`. Those count that a layer takes longer than one with the
+    weight itself: reading, dequantizing and, for int8, all that its product differs in.
+    """
+    nbytes = LAYER_SIZE * LAYER_SIZE * getattr(torch, dtype).itemsize
+    rates = {
+        f"dequantize {precision} {dtype}": nbytes / max(duration - seconds[""], nbytes / FASTEST)
+        for precision, duration in seconds.items()
+        if precision
+    }
     rates[f"dequantize gguf {dtype}"] = rates[f"dequantize Q4_K {dtype}"]  # of several types
     return rates
 
@@ -465,22 +503,27 @@ def measured_cpu(
     assert isinstance(base_rates, ProcessorRates)
     probe_list = probe_list or probes(base)
     layer_dtype = max(DTYPES, key=lambda dtype: base_rates.rate("matmul", dtype))
-    # also launches, in a chain and in 3 blocks, new memory twice, and 12 layers
-    share = allowed_seconds / (len(probe_list) + 6 + 12)
     pool = ColdPool(min(POOL_BYTES, int(POOL_SHARE * available_bytes())))
-    launch = launch_seconds(share, pool)
+    chain, small_blocks = launch_chain(), list(_small_blocks("cpu"))
+    layers = quantized_layers(layer_dtype)
+    timed_probes = (chain, *small_blocks, *layers.values(), *probe_list)
+    calls: dict[Probe | str, Callable[[], float]] = {
+        probe: probe.timed(pool, SMALL_REPEATS if probe in small_blocks else 1)
+        for probe in timed_probes
+    }
+    calls |= {name: new_memory(huge_pages=bool(number)) for number, name in enumerate(NEW_PAGES)}
+    seconds = typical_seconds(calls, allowed_seconds)
+    launch = seconds[chain] / LAUNCHED
     page_rates = {
-        name: new_memory_rate(share, huge_pages=bool(number))
-        for number, name in enumerate(NEW_PAGES)
+        name: TOUCH_BYTES / max(seconds[name], TOUCH_BYTES / FASTEST) for name in NEW_PAGES
     }
     new_rate = page_rates[NEW_PAGES[base_rates.huge_pages]]
     work, durations = list[dict[str, float]](), list[float]()
     for probe in probe_list:
         kernels = probe.kernels()
         work.append(work_of(kernels))
-        duration = typical_seconds(probe, share, pool)
         known_seconds = len(kernels) * launch + work[-1].pop("new memory", 0.0) / new_rate
-        durations.append(max(0.1 * duration, duration - known_seconds))
+        durations.append(max(0.1 * seconds[probe], seconds[probe] - known_seconds))
     # The rate of an operator that only blocks have, with few bytes, would absorb the errors of
     # others.
     measured_names = {
@@ -495,7 +538,8 @@ def measured_cpu(
     ]
     rates, errors = fitted_rates(work, durations, [probe.is_block for probe in probe_list])
     rates |= page_rates
-    rates |= dequantization_rates(share, pool, layer_dtype)
+    layer_seconds = {precision: seconds[layer] for precision, layer in layers.items()}
+    rates |= dequantization_rates(layer_seconds, layer_dtype)
     for dtype in DTYPES:  # for operators that no probe has
         operator_rates = [
             rate
@@ -509,9 +553,10 @@ def measured_cpu(
         threads=torch.get_num_threads(),
         rates=tuple((dict(base_rates.rates) | rates).items()),
     )
+    block_seconds = [seconds[block] for block in small_blocks]
     hardware = replace(
         base,
-        launch_seconds=max(launch, launch_seconds_in_blocks(share, pool, kernels_rates)),
+        launch_seconds=max(launch, launch_seconds_in_blocks(block_seconds, kernels_rates)),
         flops_per_second=kernels_rates.rate("matmul", "bfloat16"),
         memory_bytes_per_second=kernels_rates.rate("elementwise clone", "float32"),
         kernels=kernels_rates,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -77,7 +78,8 @@ PRODUCT_BUFFER_BYTES = 24 * MIB
 def _cpu_facts() -> tuple[str, int, frozenset[str]]:
     """Return the CPU's name, its cores that this process may use, and its features and vendor.
 
-    Hardware threads of one core count once: PyTorch computes with a thread per core.
+    Hardware threads of one core count once: PyTorch computes with a thread per core. A name that a
+    hypervisor gives to processors of several generations has their family and model number.
     """
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -89,6 +91,8 @@ def _cpu_facts() -> tuple[str, int, frozenset[str]]:
     ]
     facts = processors[0]
     name = facts.get("model name") or facts.get("CPU part") or platform.processor()
+    if "cpu family" in facts and not re.search(r"\d", name.partition("@")[0]):
+        name += f", family {facts['cpu family']}, model {facts['model']}"
     names = f"{facts.get('flags') or facts.get('Features') or ''} {facts.get('vendor_id', '')}"
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     cores = {

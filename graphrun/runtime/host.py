@@ -406,6 +406,7 @@ def layout_of(numbers: ComponentNumbers) -> StoreLayout:
         variant,
         load_seconds=(),
         disk_seconds=(),
+        lost_seconds=(),
         read_seconds=(),
         block_bytes=(),
         read_bytes=(),

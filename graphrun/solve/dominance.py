@@ -135,6 +135,7 @@ def _numbers(component: ComponentNumbers, variant: Variant) -> list[float]:
         variant.load_seconds if on_device else none,
         (variant.disk_seconds or none) if variant.backing_store == "disk" and on_device else none,
         variant.block_seconds or none,
+        variant.lost_seconds or none,
         variant.read_seconds if variant.read_seconds and variant.backing_store != "disk" else none,
     ):
         numbers += [float(value) for value in values]

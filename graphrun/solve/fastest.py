@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 
 from graphrun.errors import BrokenPlan
-from graphrun.model.choices import BUFFERED_BLOCKS, reorder
+from graphrun.model.choices import BUFFERED_BLOCKS, reorder, with_each_variant
 from graphrun.model.plan import Drop, Plan, Read
 from graphrun.model.problem import ComponentNumbers, Problem
 from graphrun.model.simulation import Simulation
@@ -335,7 +335,9 @@ def _repeated_run(
     )
     objective = problem.runs * single_solution.objective_seconds
     # as if every copy of the further runs overlapped compute
-    least_further = (problem.runs - 1) * single_solution.simulation.compute_seconds
+    free_reads = with_each_variant(problem, lambda variant: replace(variant, lost_seconds=()))
+    compute_seconds = simulate(free_reads, single_solution.plan).compute_seconds
+    least_further = (problem.runs - 1) * compute_seconds
     bound = min(single_solution.bound_seconds + least_further, objective, other_bound)
     repeated = checked_solution(problem, plan, bound, objective)
     return None if repeated is None else ProgramSolution(repeated, None)

@@ -114,7 +114,8 @@ class Group:
     ``variant_choice``, ``component``, ``index``: in `Program.variant_choices`, the problem and the
     component. ``block_bytes``: weights of one block; ``held_bytes``: their allocation, rounded up
     to `ALLOCATION_BYTES`. ``load_seconds``: to copy one block to the device; ``disk_seconds``: to
-    read it from disk for that copy, 0 if the backing store is not on disk. ``demanded``: placements
+    read it from disk for that copy, 0 if the backing store is not on disk; ``lost_seconds``: of
+    compute, if the block is streamed. ``demanded``: placements
     that directives demand of the component. ``overlap_key``: groups of the variant with equal keys
     are one overlap set. ``by_layer``: the blocks are layers. ``excluded``: `exclude` keeps the
     blocks off the device; a variant that cannot stream them is then infeasible. ``secondary``:
@@ -130,6 +131,7 @@ class Group:
     held_bytes: int
     load_seconds: float
     disk_seconds: float
+    lost_seconds: float
     streamable: bool
     movable: bool
     demanded: frozenset[ComponentPlacement]

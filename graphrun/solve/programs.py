@@ -116,6 +116,7 @@ def _groups(problem: Problem, number: int, variant_choice: VariantChoice) -> Ite
             disk_seconds=variant.disk_seconds[index]
             if variant.backing_store == "disk" and variant.disk_seconds
             else 0.0,
+            lost_seconds=variant.lost_seconds[index] if variant.lost_seconds else 0.0,
             streamable=streamable,
             movable=variant.movable,
             demanded=demanded,
@@ -151,6 +152,7 @@ def _mirrors(
                     group,
                     load_seconds=load,
                     disk_seconds=0.0,
+                    lost_seconds=0.0,
                     streamable=False,
                     secondary=secondary,
                     mirror=j,

@@ -14,8 +14,8 @@ numbers. `graphrun.solve.program` names the variables and the constants.
                   L >= b*s
                   M >= b*(s - r) for each further block: room next to the largest one, except where
                        r = 1
-    seconds   D >= the sum over overlap sets of max(compute, copies + compute of the groups with
-                   r = 1, reads from disk)
+    seconds   D >= the sum over overlap sets of max(compute + lost_seconds*(x - d), copies +
+                   compute of the groups with r = 1, reads from disk)
                    + compute on the CPU and on secondary devices
                    + transfers to secondary devices and back
               D >= load_seconds*x summed over the groups of a device + spills, for each device: each
@@ -275,6 +275,7 @@ class Rows(Generic[Quantity]):
         compute = choice * sum(seconds[j] for j in members) + variables.total(savings)
         if self._full_overlap:
             return compute
+        compute += self._lost_seconds(t, members)
         copies = [load[j] for j in members]
         serial = [
             variables.single(t, j) * seconds[j]
@@ -284,6 +285,14 @@ class Rows(Generic[Quantity]):
         parts = [compute, variables.total(copies), variables.total(disk[j] for j in members)]
         parts += [variables.total(copies + serial + savings)] if serial else []
         return variables.maximum(parts, "seconds")
+
+    def _lost_seconds(self, t: int, members: Sequence[int]) -> Quantity:
+        """Return the seconds of compute that reads for streamed blocks of ``members`` take."""
+        return self.variables.total(
+            (self.copied_blocks(t, j) - self.variables.loads(t, j)) * group.lost_seconds
+            for j in members
+            if (group := self.program.groups[j]).lost_seconds and group.streamable
+        )
 
     # ---- Bytes
 

@@ -22,7 +22,9 @@ from graphrun.reading import printable
 _MOST = 2.0**53
 MOST_KEPT = 128  # records whose inconsistencies are kept
 _PER_GROUP = ("block_bytes", "load_seconds")
-_PER_GROUP_OR_EMPTY = ("read_seconds", "disk_seconds", "block_seconds", "read_bytes")
+_PER_GROUP_OR_EMPTY = (
+    *("read_seconds", "disk_seconds", "block_seconds", "read_bytes", "lost_seconds"),
+)
 
 
 def incoherent(problem: Problem) -> Iterator[str]:

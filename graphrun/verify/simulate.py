@@ -406,13 +406,19 @@ class _State:
                 pattern = tuple(chain.from_iterable(runs))
                 if pattern not in shared_works:
                     shared_works[pattern] = [
-                        BlockWork((name, k, i), seconds, sources[name, k, i])
+                        self._block_work((name, k, i), seconds, sources[name, k, i])
                         for use, does_run in zip(uses, runs, strict=True)
                         for k, i, seconds in use.order or self._in_group_order(use)
                         if does_run[k]
                     ]
                 if works := shared_works[pattern]:
                     yield SlotCall(name, call, works)
+
+    def _block_work(self, key: Key, seconds: float, source: BlockOrigin) -> BlockWork:
+        lost_seconds = self._component(key[0]).variants[0].lost_seconds
+        if source == "stream" and lost_seconds:
+            seconds += lost_seconds[key[1]]
+        return BlockWork(key, seconds, source)
 
     def _in_group_order(self, use: Use) -> list[tuple[int, int, float]]:
         groups = self._component(use.component).groups

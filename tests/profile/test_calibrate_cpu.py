@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import spec_from_file_location
@@ -112,22 +113,21 @@ def test_a_probe_is_one_operator_or_block_of_a_second_at_most(
     ]
 
 
-def test_launches_are_what_small_blocks_take_beside_their_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    base, recorded = processor.cpu_estimate(), iter(calibrate_cpu._small_blocks("meta"))
-
-    def seconds(block: Probe, _: float, __: ColdPool) -> float:
+def test_launches_are_what_small_blocks_take_beside_their_work() -> None:
+    base, block_seconds = processor.cpu_estimate(), list[float]()
+    small_blocks = zip(
+        calibrate_cpu._small_blocks("cpu"), calibrate_cpu._small_blocks("meta"), strict=True
+    )
+    for block, recorded in small_blocks:
         with torch.no_grad():
             block.operator(*block.tensors("cpu"))
-        kernels = next(recorded).kernels()
+        kernels = recorded.kernels()
         assert len(kernels) >= 10
-        return sum(kernel_seconds(kernel, base) - base.launch_seconds + 3e-6 for kernel in kernels)
-
-    monkeypatch.setattr(calibrate_cpu, "typical_seconds", seconds)
-    launch = calibrate_cpu.launch_seconds_in_blocks(1.0, ColdPool(MIB), rates_of(base))
+        block_seconds.append(
+            sum(kernel_seconds(kernel, base) - base.launch_seconds + 3e-6 for kernel in kernels)
+        )
+    launch = calibrate_cpu.launch_seconds_in_blocks(block_seconds, rates_of(base))
     assert launch == pytest.approx(3e-6)
-    assert next(recorded, None) is None
 
 
 @pytest.fixture
@@ -138,18 +138,22 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     rates = tuple((name, 3 * rate) for name, rate in kernels.rates)
     hardware = replace(base, kernels=replace(kernels, rates=rates), launch_seconds=1e-6)
 
-    def seconds(probe: Probe, _: float, __: ColdPool) -> float:
-        return sum(kernel_seconds(kernel, hardware) for kernel in probe.kernels())
+    def seconds(calls: Iterable[Probe | str], _: float) -> dict[Probe | str, float]:
+        seconds_by_call = dict[Probe | str, float]()
+        for call in calls:
+            if isinstance(call, str):
+                rate = rates_of(hardware).rate(call, "")
+                seconds_by_call[call] = calibrate_cpu.TOUCH_BYTES / rate
+            elif isinstance(call.operator, nn.Module):  # of quantized layers, and the chain
+                seconds_by_call[call] = calibrate_cpu.LAUNCHED * 1e-6
+            else:
+                seconds_by_call[call] = sum(kernel_seconds(k, hardware) for k in call.kernels())
+        return seconds_by_call
 
     monkeypatch.setattr(calibrate_cpu, "typical_seconds", seconds)
-    monkeypatch.setattr(calibrate_cpu, "launch_seconds", lambda *_: 1e-6)
     monkeypatch.setattr(calibrate_cpu, "launch_seconds_in_blocks", lambda *_: 1e-6)
-    monkeypatch.setattr(
-        calibrate_cpu,
-        "new_memory_rate",
-        lambda _, *, huge_pages: rates_of(hardware).rate(NEW_PAGES[huge_pages], ""),
-    )
-    monkeypatch.setattr(calibrate_cpu, "dequantization_rates", lambda *_: {})
+    monkeypatch.setattr(calibrate_cpu, "_small_blocks", lambda _: ())
+    monkeypatch.setattr(calibrate_cpu, "LAYER_SIZE", 256)
     monkeypatch.setattr(calibrate_cpu, "POOL_BYTES", 1 << 16)
     return hardware
 
@@ -157,15 +161,10 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 def test_a_quantized_layer_takes_what_it_takes_longer_than_its_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layers = list[Any]()
-
-    def seconds(probe: Probe, _: float, __: ColdPool) -> float:
-        layers.append(probe.operator)
-        return 1.0 if type(probe.operator) is nn.Linear else 1.5
-
-    monkeypatch.setattr(calibrate_cpu, "typical_seconds", seconds)
     monkeypatch.setattr(calibrate_cpu, "LAYER_SIZE", 256)
-    rates = calibrate_cpu.dequantization_rates(0.0, ColdPool(MIB), "float32")
+    layers = calibrate_cpu.quantized_layers("float32")
+    seconds = {precision: 1.5 if precision else 1.0 for precision in layers}
+    rates = calibrate_cpu.dequantization_rates(seconds, "float32")
     assert set(rates.values()) == {4 * 256 * 256 / 0.5}
     precisions = {name.split()[1] for name in rates}
     assert {"nf4", "int8", "fp8", "gguf", "Q4_K", "Q6_K", "Q8_0"} <= precisions
@@ -175,13 +174,13 @@ def test_a_quantized_layer_takes_what_it_takes_longer_than_its_weight(
         name.split()[1] for name, _ in estimate.rates if name.startswith("dequantize")
     }
     tokens = torch.randn(4, 256)
-    for layer in layers:
-        kind = type(layer).__name__
+    for layer in layers.values():
+        kind = type(layer.operator).__name__
         with torch.no_grad():
             expected = tokens @ (
                 torch.zeros(256, 256) if kind == "_GgufLinear" else torch.ones(256, 256)
             )
-            assert layer(tokens) == pytest.approx(expected, rel=0.05, abs=0.5), kind
+            assert layer.operator(tokens) == pytest.approx(expected, rel=0.05, abs=0.5), kind
 
 
 def test_gguf_is_dequantized_on_a_cpu_at_its_own_rate() -> None:
@@ -262,25 +261,46 @@ def test_the_pool_is_larger_than_caches_and_at_most_a_quarter_of_the_memory(
 def test_probes_are_timed() -> None:
     probe = Probe(nn.functional.linear, "float32", ((7, 64), (32, 64)))
     pool = ColdPool(1 << 20)
-    assert calibrate_cpu.typical_seconds(probe, 0, pool) > 0
-    assert calibrate_cpu.launch_seconds(0, pool) > 0
+    calls = {probe: probe.timed(pool), calibrate_cpu.launch_chain(): lambda: 2.0}
+    seconds, chain_seconds = calibrate_cpu.typical_seconds(calls, 0).values()
+    assert 0 < seconds < 1
+    assert chain_seconds == 2
+
+
+def test_all_calls_meet_the_same_states_of_the_machine() -> None:
+    """It slows down to a half in the middle, and two calls are disturbed."""
+    order = list[str]()
+
+    def call_of(name: str, seconds: float) -> Callable[[], float]:
+        def call() -> float:
+            order.append(name)
+            number = order.count(name) - 2  # the first is not measured
+            return {1: 100.0, 3: 0.0}.get(number, seconds * (1 if number < 2 else 2))
+
+        return call
+
+    calls = {"a": call_of("a", 1.0), "b": call_of("b", 3.0)}
+    assert calibrate_cpu.typical_seconds(calls, 0) == {"a": 5 / 3, "b": 5.0}
+    assert order == ["a", "b"] * 6
 
 
 @pytest.mark.parametrize(("available_chunks", "chunks"), [(1, 0), (5, 2), (9, 4)])
 def test_new_memory_is_written_in_at_most_half_of_what_is_available(
     monkeypatch: pytest.MonkeyPatch, available_chunks: int, chunks: int
 ) -> None:
-    sizes, allocate = list[int](), calibrate_cpu.anonymous_memory
+    chunks_seen, allocate = list[Any](), calibrate_cpu.anonymous_memory
 
-    def counted(nbytes: int) -> Any:
-        sizes.append(nbytes)
-        return allocate(nbytes)
+    def noted(nbytes: int) -> Any:
+        chunks_seen.append(allocate(nbytes))
+        return chunks_seen[-1]
 
     nbytes = calibrate_cpu.TOUCH_BYTES
     monkeypatch.setattr(calibrate_cpu, "available_bytes", lambda: available_chunks * nbytes)
-    monkeypatch.setattr(calibrate_cpu, "anonymous_memory", counted)
+    monkeypatch.setattr(calibrate_cpu, "anonymous_memory", noted)
     seconds = calibrate_cpu.first_touch_seconds(60.0)
-    assert sizes == [nbytes] * chunks
+    assert [len(chunk) for chunk in chunks_seen] == [nbytes] * chunks
+    # enough elements for PyTorch to divide among threads
+    assert all(chunk[:] == b"\1" * nbytes for chunk in chunks_seen)
     assert (seconds > 0) == bool(chunks)
 
 
@@ -336,6 +356,23 @@ def test_a_profile_is_for_one_model_of_cpu_its_threads_and_one_torch(
     text = file.read_text()
     file.write_text(text.replace("queries float32", "scores float32"))
     assert profiles.detect_cpu(tmp_path).basis == "data sheet", "of an older version"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected_name"),
+    [
+        ("Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor, family 6, model 207"),
+        ("Intel Xeon CPU @ 2.20GHz", "Intel Xeon CPU @ 2.20GHz, family 6, model 207"),
+        ("AMD EPYC 9B14", "AMD EPYC 9B14"),
+    ],
+)
+def test_a_name_of_several_generations_of_processors_has_the_number_of_the_model(
+    name: str, expected_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"processor : 0\ncpu family : 6\nmodel : 207\nmodel name : {name}\nflags : avx2\n"
+    monkeypatch.setattr(Path, "read_text", lambda _, encoding: text)
+    facts = processor._cpu_facts.__wrapped__()
+    assert (facts[0], "avx2" in facts[2]) == (expected_name, True)
 
 
 def test_threads_are_those_of_torch() -> None:

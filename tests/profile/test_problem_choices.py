@@ -12,7 +12,9 @@ import pytest
 
 import graphrun
 from graphrun.errors import GraphError, InputError
+from graphrun.model.hardware import ProcessorRates
 from graphrun.profile.hardware import simulated
+from graphrun.profile.variants import STREAMING_LAUNCHES
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 
@@ -183,3 +185,21 @@ def test_a_problem_does_not_mention_a_gain_that_was_not_measured(
     faster_problem = replace(problem, hardware=replace(problem.hardware, compiled_gain=1.5))
     assert faster_problem.to_json()["hardware"]["compiled_gain"] == 1.5
     assert faster_problem.digest != problem.digest
+
+
+def test_streaming_takes_compute_where_the_same_cores_read() -> None:
+    graph = graphrun.load("flux-tiny")
+    problem = graphrun.estimate(graph, memory="8G", hardware="cpu")
+    (variant,) = problem.component("transformer").variants
+    rates = problem.hardware.kernels
+    assert isinstance(rates, ProcessorRates)
+    code_seconds = STREAMING_LAUNCHES * problem.hardware.launch_seconds
+    read_seconds = [seconds - code_seconds for seconds in variant.lost_seconds]
+    byte_seconds = rates.read_cpu_seconds / rates.threads
+    expected_seconds = [nbytes * byte_seconds for nbytes in variant.block_bytes]
+    assert read_seconds == pytest.approx(expected_seconds, rel=0.2)  # a block has slack in memory
+    assert min(variant.lost_seconds) > 0
+    for hardware, budget in (("m1max-32", "memory"), ("rtx4090", "vram")):
+        other: Any = graphrun.estimate(graph, hardware=hardware, **{budget: "8G"})
+        card = other.component("transformer")
+        assert not any(v.lost_seconds for v in card.variants)

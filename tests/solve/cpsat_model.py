@@ -144,6 +144,7 @@ class Run:
         bytes_on: list[list[Any]] = [[] for _ in range(1 + len(model.secondaries))]
         copies, bytes_held = copies_to[0], bytes_on[0]
         reads, copies_of, single_buffered, ring_buffers = [], {}, {}, {}
+        streamed_of: dict[tuple[int, int, int], Any] = {}
         for c, m, k, nb, device in model.groups():
             variant, count, n = (
                 model.variant(c, m),
@@ -172,6 +173,7 @@ class Run:
                 )
                 single_buffered[c, m, k] = single
                 x = (n if part == "steady" else 1) * (count - present)
+                streamed_of[c, m, k] = x - loads
             if c in model.used_components:
                 sat.add(x <= max(1, n) * nb * self.backing_stores[c, m, t])
             if not device:
@@ -187,7 +189,7 @@ class Run:
         for secondary in range(1, len(bytes_on)):
             self.secondary_budget(t, secondary, bytes_on[secondary])
         group_seconds = [
-            self.group_seconds(t, c, k, copies_of, single_buffered, horizon)
+            self.group_seconds(t, c, k, copies_of, streamed_of, single_buffered, horizon)
             for c in sorted(busy)
             for k in range(len(model.components[c]["groups"]))
         ]
@@ -231,11 +233,12 @@ class Run:
         c: int,
         k: int,
         copies_of: dict[tuple[int, int, int], Any],
+        streamed_of: dict[tuple[int, int, int], Any],
         single_buffered: dict[Any, Any],
         horizon: int,
     ) -> Any:
-        """Seconds of a block group: the longest of its compute, its copies (plus its compute where
-        single-buffered), and its reads."""
+        """Seconds of a block group: the longest of its compute with what reads take from it, its
+        copies (plus its compute where single-buffered), and its reads."""
         model, n = self.model, self.model.calls(t, c, k)
         variants = [
             (m, model.variant(c, m))
@@ -255,7 +258,12 @@ class Run:
             * model.secondary_blocks(c, m, k)
             for m, _ in variants
         )
-        model.sat.add(longest >= compute - fewer)
+        lost_seconds = sum(
+            model.units(variant["lost_seconds"][k]) * streamed_of[c, m, k]
+            for m, variant in variants
+            if (c, m, k) in streamed_of and variant.get("lost_seconds")
+        )
+        model.sat.add(longest >= compute - fewer + lost_seconds)
         variants = [(m, variant) for m, variant in variants if (c, m, k) in copies_of]
         model.sat.add(
             longest
@@ -810,13 +818,14 @@ def horizon(problem: dict[str, Any]) -> float:
 
 
 def _copies(component: dict[str, Any], variant: dict[str, Any]) -> list[list[float]]:
-    """Per block group: seconds to copy all of its blocks, to read them from disk for a copy, and to
-    read them into RAM."""
+    """Per block group: seconds to copy all of its blocks, to read them from disk for a copy and
+    into RAM, and of compute lost to reads."""
     none = [0.0] * len(component["groups"])
     seconds = [
         variant["load_seconds"],
         variant["disk_seconds"] or none,
         variant["read_seconds"] or none,
+        variant.get("lost_seconds") or none,
     ]
     return [
         [len(group["blocks"]) * seconds_of_kind[k] for seconds_of_kind in seconds]

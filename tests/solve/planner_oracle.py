@@ -250,8 +250,9 @@ class Choice:
                     if may and up(ring_buffers[name][1]) < up(nbytes)
                     else 0.0
                 )
+                lost_seconds = variant.lost_seconds[k] if variant.lost_seconds and may else 0.0
                 own_seconds += np.maximum(
-                    n * nb * seconds,
+                    n * nb * seconds + lost_seconds * (copies - (end_count - start_count)),
                     np.maximum(copies * variant.load_seconds[k] + serial, read_seconds),
                 )
             disk, moved_bytes = disk + read_seconds, moved_bytes + copies * nbytes

@@ -9,6 +9,7 @@ from itertools import combinations
 
 from planner_problems import component, hardware, problem
 
+from graphrun.model.choices import with_each_variant
 from graphrun.model.hardware import Hardware
 from graphrun.model.problem import (
     ComponentNumbers,
@@ -68,6 +69,8 @@ def random_problem(seed: int) -> Problem:
     budget = instance.budget_bytes - instance.effective_bytes + maximum
     ram = rng.choice((2**40, 2**40, 2**40, host + 8000, host + 600, host * 3 // 4))
     instance = replace(instance, budget_bytes=budget, ram_bytes=ram)
+    if seed % 4 == 1:
+        instance = _with_lost_seconds(random.Random(f"lost {seed}"), instance)
     return replace(
         instance,
         pinned_bytes=rng.choice((None, None, host, host * 3 // 4)),
@@ -78,6 +81,16 @@ def random_problem(seed: int) -> Problem:
         allow=rng.choice(((), ("nf4",), ("nf4", "tiling"))),
         directives=_directives(rng, components),
     )
+
+
+def _with_lost_seconds(rng: random.Random, instance: Problem) -> Problem:
+    """``instance`` with streamed blocks that take compute from the device."""
+
+    def losing(variant: Variant) -> Variant:
+        seconds = tuple(rng.choice((0.0, 0.5, 1.0, 3.0)) for _ in variant.block_bytes)
+        return replace(variant, lost_seconds=seconds if variant.device == "device" else ())
+
+    return with_each_variant(instance, losing)
 
 
 def with_secondaries(seed: int) -> Problem:

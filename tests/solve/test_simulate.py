@@ -11,6 +11,7 @@ from planner_problems import GIB, component, flux, problem
 from test_plan_texts import PLANS, problem_of
 
 from graphrun.errors import PlanError
+from graphrun.model.choices import with_each_variant
 from graphrun.model.plan import Plan, parse
 from graphrun.model.problem import PhaseNumbers, Problem, Use
 from graphrun.model.simulation import RepeatedSpans, Simulation
@@ -50,6 +51,30 @@ def test_streaming_bound_by_copies() -> None:
     slots = run(example_problem(3, 3.0, 1.0), STREAMED).slots
     assert [slot.seconds for slot in slots] == [0, 13, 25, 0]
     assert [slot.stall_seconds for slot in slots] == [0, 9, 17, 0]
+
+
+@pytest.mark.parametrize(
+    ("copy_seconds", "compute_seconds", "seconds"),
+    [
+        (1.0, 3.0, [1 + 4 * 3.5, 1 + 8 * 3.5]),  # bound by compute: each block takes longer
+        (3.0, 1.0, [4 * 3 + 1.5, 8 * 3 + 1.5]),  # by copies: only the last does
+    ],
+)
+def test_reads_for_streamed_blocks_take_compute_from_the_same_cores(
+    copy_seconds: float, compute_seconds: float, seconds: list[float]
+) -> None:
+    free = example_problem(3, copy_seconds, compute_seconds)
+    instance = with_each_variant(free, lambda variant: replace(variant, lost_seconds=(0.5,)))
+    slots = run(instance, STREAMED).slots[1:3]
+    assert [slot.seconds for slot in slots] == seconds
+    assert [slot.compute_seconds for slot in slots] == [
+        4 * (compute_seconds + 0.5) * n for n in (1, 2)
+    ]
+    load_text = STREAMED.replace(
+        "  stream dit keep none ring buffer 2 KiB\n  run\nslot denoise/0:dit steady",
+        "  load dit all from pinned\n  run\nslot denoise/0:dit steady",
+    ).replace("  stream dit keep none ring buffer 2 KiB\n", "")
+    assert run(instance, load_text) == replace(run(free, load_text), problem=instance)
 
 
 def test_streaming_bound_by_compute_runs_ahead_across_calls() -> None:
