@@ -129,7 +129,7 @@ class Variant:
     transient_bytes: int = 0  # extra RAM while the backing store is read from disk
     stored_bytes: int = 0  # written to disk for this variant
     read_bytes: tuple[int, ...] = ()  # size of one block in the files, if not block_bytes
-    # of compute, lost to reading one block on the same cores
+    # of compute that streaming one block takes, where the same cores do both
     lost_seconds: tuple[float, ...] = ()
     # permission required because the output changes: a precision or "cpu"; "": none
     needs: str = ""

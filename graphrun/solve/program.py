@@ -115,12 +115,12 @@ class Group:
     component. ``block_bytes``: weights of one block; ``held_bytes``: their allocation, rounded up
     to `ALLOCATION_BYTES`. ``load_seconds``: to copy one block to the device; ``disk_seconds``: to
     read it from disk for that copy, 0 if the backing store is not on disk; ``lost_seconds``: of
-    compute, if the block is streamed. ``demanded``: placements
-    that directives demand of the component. ``overlap_key``: groups of the variant with equal keys
-    are one overlap set. ``by_layer``: the blocks are layers. ``excluded``: `exclude` keeps the
-    blocks off the device; a variant that cannot stream them is then infeasible. ``secondary``:
-    number of the device with these blocks; 0: the main device. ``mirror``: index of the main-device
-    group that this group takes blocks from; -1 if none.
+    compute, to stream it. ``demanded``: placements that directives demand of the component.
+    ``overlap_key``: groups of the variant with equal keys are one overlap set. ``by_layer``: the
+    blocks are layers. ``excluded``: `exclude` keeps the blocks off the device; a variant that
+    cannot stream them is then infeasible. ``secondary``: number of the device with these blocks; 0:
+    the main device. ``mirror``: index of the main-device group that this group takes blocks from;
+    -1 if none.
     """
 
     variant_choice: int
