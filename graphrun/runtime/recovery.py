@@ -135,6 +135,11 @@ def run_to_the_end(
             try:
                 if len(notes) == MAX_REPLANS:
                     raise BrokenPlan(f"planned again {MAX_REPLANS} times")
+                if error.available_bytes < 0:
+                    raise BrokenPlan(
+                        "free other tensors of this process, or raise its memory budget by more "
+                        f"than {show_size(-error.available_bytes)}"
+                    )
                 if lost_values := stages.lost_values:
                     raise BrokenPlan(
                         f"{', '.join(lost_values)} could not be copied from the device"

@@ -299,9 +299,15 @@ class PlanRun:
             if available_bytes < needed_bytes:
                 self._failure_bytes[number] = device.peak_bytes, available_bytes
                 place = f" on {device.torch_device}" if number else ""
+                available = (
+                    f"{show_size(available_bytes)} are available{place}"
+                    if available_bytes >= 0
+                    else f"{show_size(-available_bytes)} too much is in use{place}, and nothing is "
+                    "available"
+                )
                 raise OutOfMemory(
-                    f"before {stage}, {show_size(available_bytes)} are available{place} of the "
-                    f"{show_size(needed_bytes)} that the plan needs"
+                    f"before {stage}, {available} of the {show_size(needed_bytes)} that the plan "
+                    "needs"
                 )
         self._advance(self._cursor.begin(stage))
 

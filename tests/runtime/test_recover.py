@@ -170,6 +170,22 @@ def test_memory_that_vanished_is_noticed_before_a_stage_begins(whole: TinyPipeli
     assert calls.count("transformer") == 2, "the stage did not have to fail"
 
 
+def test_a_process_whose_other_tensors_exceed_the_budget_is_told_by_how_much(
+    whole: TinyPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other_bytes = property(lambda device: device.available_bytes + (3 << 20))
+    monkeypatch.setattr(type(whole.device), "foreign_bytes", other_bytes)
+    messages: list[str] = []
+    with pytest.raises(OutOfMemory) as error_info:
+        run(whole, roomy(whole), messages)
+    text = str(error_info.value)
+    assert text.startswith(
+        "before encode, 3.00 MiB too much is in use, and nothing is available of"
+    )
+    assert "free other tensors of this process, or raise its memory budget by more than 3" in text
+    assert not messages
+
+
 def test_memory_that_no_remaining_stage_needs_may_vanish(whole: TinyPipeline) -> None:
     problem, messages = roomy(whole), list[str]()
     peaks = {slot.phase: slot.peak_bytes for slot in simulate(problem, planned(problem)).slots}
