@@ -132,5 +132,7 @@ def test_new_memory_is_measured_in_both_kinds_of_pages(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(calibrate_cpu, "anonymous_memory", noted)
     for huge_pages in (False, True):
-        assert calibrate_cpu.new_memory(huge_pages=huge_pages)() != 0
+        seconds = calibrate_cpu.new_memory(huge_pages=huge_pages)()
+        rate = calibrate_cpu.rate_of(calibrate_cpu.TOUCH_BYTES, seconds)
+        assert 0 < rate <= calibrate_cpu.FASTEST
     assert page_kinds == {False, True}

@@ -335,6 +335,11 @@ def typical_seconds(
     return dict(zip(calls, means.tolist(), strict=True))
 
 
+def rate_of(nbytes: int, seconds: float) -> float:
+    """Return bytes per second, at most `FASTEST`: a difference of two times may be negative."""
+    return nbytes / max(seconds, nbytes / FASTEST)
+
+
 def new_memory(*, huge_pages: bool) -> Callable[[], float]:
     """Return a function that returns how much longer writing `TOUCH_BYTES` takes in new memory.
 
@@ -399,7 +404,7 @@ def dequantization_rates(seconds: Mapping[str, float], dtype: str) -> dict[str, 
     """
     nbytes = LAYER_SIZE * LAYER_SIZE * getattr(torch, dtype).itemsize
     rates = {
-        f"dequantize {precision} {dtype}": nbytes / max(duration - seconds[""], nbytes / FASTEST)
+        f"dequantize {precision} {dtype}": rate_of(nbytes, duration - seconds[""])
         for precision, duration in seconds.items()
         if precision
     }
@@ -514,9 +519,7 @@ def measured_cpu(
     calls |= {name: new_memory(huge_pages=bool(number)) for number, name in enumerate(NEW_PAGES)}
     seconds = typical_seconds(calls, allowed_seconds)
     launch = seconds[chain] / LAUNCHED
-    page_rates = {
-        name: TOUCH_BYTES / max(seconds[name], TOUCH_BYTES / FASTEST) for name in NEW_PAGES
-    }
+    page_rates = {name: rate_of(TOUCH_BYTES, seconds[name]) for name in NEW_PAGES}
     new_rate = page_rates[NEW_PAGES[base_rates.huge_pages]]
     work, durations = list[dict[str, float]](), list[float]()
     for probe in probe_list:

@@ -135,7 +135,7 @@ def run_to_the_end(
             try:
                 if len(notes) == MAX_REPLANS:
                     raise BrokenPlan(f"planned again {MAX_REPLANS} times")
-                if error.available_bytes < 0:
+                if error.available_bytes < 0 and not error.secondary:
                     raise BrokenPlan(
                         "free other tensors of this process, or raise its memory budget by more "
                         f"than {show_size(-error.available_bytes)}"
