@@ -335,9 +335,12 @@ def _repeated_run(
     )
     objective = problem.runs * single_solution.objective_seconds
     # as if every copy of the further runs overlapped compute
-    free_reads = with_each_variant(problem, lambda variant: replace(variant, lost_seconds=()))
-    compute_seconds = simulate(free_reads, single_solution.plan).compute_seconds
-    least_further = (problem.runs - 1) * compute_seconds
+    single_run = single_solution.problem
+    free_reads = with_each_variant(single_run, lambda variant: replace(variant, lost_seconds=()))
+    simulation = single_solution.simulation
+    if free_reads != single_run:
+        simulation = simulate(free_reads, single_solution.plan)
+    least_further = (problem.runs - 1) * simulation.compute_seconds
     bound = min(single_solution.bound_seconds + least_further, objective, other_bound)
     repeated = checked_solution(problem, plan, bound, objective)
     return None if repeated is None else ProgramSolution(repeated, None)
