@@ -13,9 +13,10 @@ block with the bytes of its group's largest. A run of many blocks therefore take
 which does not apply to a plan that keeps few blocks.
 
 Seconds are measured for streamed blocks, group by group, and for calls without block copies in the
-slot, since a streamed call also waits for copies. The seconds of a call are divided among its
-blocks in proportion to their FLOPs. A new figure replaces a stored one if they differ by more than
-`TOLERANCE`, so plans do not change with the noise of every run.
+slot, since a streamed call also waits for copies. What reads took of a block's seconds on a CPU is
+not counted: plans add it to the blocks that they stream (`Variant.lost_seconds`). The seconds of a
+call are divided among its blocks in proportion to their FLOPs. A new figure replaces a stored one
+if they differ by more than `TOLERANCE`, so plans do not change with the noise of every run.
 
 Measurements are keyed by the component and the shapes of its calls (`store_measurement_keys`), not
 by the graph:
@@ -42,8 +43,9 @@ from graphrun.files import digest_of
 from graphrun.graph.graph import Graph
 from graphrun.graph.parts import Component
 from graphrun.model.plan import Load, Stream
-from graphrun.model.problem import PhaseNumbers, Problem, Use
+from graphrun.model.problem import ComponentNumbers, PhaseNumbers, Problem, Use
 from graphrun.model.solution import Solution
+from graphrun.profile.variants import streaming_code_seconds
 from graphrun.reading import validated
 from graphrun.trace import Trace
 
@@ -230,9 +232,9 @@ def measure_phases(solution: Solution, trace: Trace) -> dict[str, Measurements]:
             ] = activation
     durations: dict[tuple[str, str], list[float]] = defaultdict(list)
     groups = {
-        (c.name, path): group.name
-        for c in problem.components
-        for group in c.groups
+        (c.name, path): (group.name, lost_seconds)
+        for c in solution.chosen.components
+        for group, lost_seconds in zip(c.groups, _reading_seconds(problem, c), strict=True)
         for path in group.blocks
     }
     for event in trace.events:
@@ -240,18 +242,26 @@ def measure_phases(solution: Solution, trace: Trace) -> dict[str, Measurements]:
         copied_components = {
             action.component for action in slot_plan.actions if isinstance(action, (Load, Stream))
         }
-        name = event.component
+        name, elapsed = event.component, event.end_seconds - event.start_seconds
         if event.kind == "block":
             if problem.component(name).granularity == "layers":
                 continue  # layer groups differ from block groups
-            name = f"{name}/{groups[event.component, event.detail]}"
+            group_name, reading_seconds = groups[name, event.detail]
+            name, elapsed = f"{name}/{group_name}", elapsed - reading_seconds
         elif event.kind != "run" or name in copied_components:
             continue
-        durations[slot_plan.phase, name].append(event.end_seconds - event.start_seconds)
+        durations[slot_plan.phase, name].append(elapsed)
     for (phase, name), seconds in durations.items():
         if phase in measured_phases and (median := statistics.median(seconds)) > 0:
             measured_phases[phase].seconds[name] = median
     return measured_phases
+
+
+def _reading_seconds(problem: Problem, component: ComponentNumbers) -> list[float]:
+    """Return per group the compute seconds that reads take from a streamed block."""
+    lost_seconds = component.variants[0].lost_seconds or (0.0,) * len(component.groups)
+    code_seconds = streaming_code_seconds(problem.hardware)  # not in the seconds of a block
+    return [max(0.0, seconds - code_seconds) for seconds in lost_seconds]
 
 
 def _phases_as_traced(solution: Solution) -> set[str]:

@@ -210,11 +210,17 @@ def _lost_seconds(read_bytes: Sequence[int], hardware: Hardware) -> tuple[float,
     rates = hardware.kernels
     if not isinstance(rates, ProcessorRates):
         return ()
-    code_seconds = STREAMING_LAUNCHES * hardware.launch_seconds
     return tuple(
-        nbytes * rates.read_cpu_seconds / rates.threads + code_seconds if nbytes else 0.0
+        nbytes * rates.read_cpu_seconds / rates.threads + streaming_code_seconds(hardware)
+        if nbytes
+        else 0.0
         for nbytes in read_bytes
     )
+
+
+def streaming_code_seconds(hardware: Hardware) -> float:
+    """Return the seconds that the code around one streamed block takes on a CPU."""
+    return STREAMING_LAUNCHES * hardware.launch_seconds
 
 
 def _extra_block_seconds(

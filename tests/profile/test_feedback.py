@@ -12,8 +12,10 @@ from campaign import sampled
 
 import graphrun
 from graphrun.disk_store import Store
+from graphrun.model.choices import with_each_variant
 from graphrun.profile import feedback
 from graphrun.profile.feedback import _graph_key
+from graphrun.profile.variants import streaming_code_seconds
 from graphrun.report.estimate_screen import estimate_screen
 from graphrun.report.screen import Look
 from graphrun.trace import Event, SlotTrace, Trace
@@ -35,9 +37,15 @@ def solution(make_problem: Any) -> Any:
     )
 
 
-def trace_of(solution: Any, more_bytes: int = 0, slower: float = 1.0, only: str = "") -> Trace:
+def trace_of(
+    solution: Any,
+    more_bytes: int = 0,
+    slower: float = 1.0,
+    only: str = "",
+    read_seconds: float = 0.0,
+) -> Trace:
     """A run that takes ``more_bytes`` and is ``slower`` than planned in the phases whose name
-    contains ``only``."""
+    contains ``only``. ``read_seconds``: what reads take of each block's seconds."""
     problem, plan = solution.problem, solution.plan
     slots, events = [], []
     for number, report in enumerate(simulate(problem, plan).slots):
@@ -52,7 +60,7 @@ def trace_of(solution: Any, more_bytes: int = 0, slower: float = 1.0, only: str 
             groups = problem.component(use.component).groups
             for group, block, seconds in use.order:
                 if groups[group].streamable:
-                    end = seconds * slower
+                    end = seconds * slower + read_seconds
                     events.append(
                         Event(
                             "block", use.component, number, groups[group].blocks[block], 0, 0.0, end
@@ -86,6 +94,28 @@ def test_measured_activation_and_block_times_are_in_the_next_problem(
             factor * old_phase.uses[0].seconds[number], rel=0.05
         )
     assert informed.digest != problem.digest
+
+
+def test_what_reads_took_of_a_block_on_a_cpu_is_not_in_its_measured_seconds(
+    solution: Any, tmp_path: Path
+) -> None:
+    read_seconds, store = 0.01, Store(tmp_path)
+    code_seconds = streaming_code_seconds(solution.problem.hardware)
+    problem = with_each_variant(
+        solution.problem,
+        lambda variant: replace(
+            variant, lost_seconds=(code_seconds + read_seconds,) * len(variant.block_bytes)
+        ),
+    )
+    slow = graphrun.plan(problem)
+    feedback.remember(slow, trace_of(slow, slower=1.5, read_seconds=read_seconds), store)
+    old_use, new_use = (
+        phase_of(p, "denoise").uses[0]
+        for p in (problem, feedback.with_measurements(problem, store))
+    )
+    for number, group in enumerate(problem.component("transformer").groups):
+        factor = 1.5 if group.streamable else 1.0
+        assert new_use.seconds[number] == pytest.approx(factor * old_use.seconds[number], rel=0.05)
 
 
 def test_measurements_apply_to_the_same_device_versions_graph_and_settings_only(

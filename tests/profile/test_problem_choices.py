@@ -14,7 +14,7 @@ import graphrun
 from graphrun.errors import GraphError, InputError
 from graphrun.model.hardware import ProcessorRates
 from graphrun.profile.hardware import simulated
-from graphrun.profile.variants import STREAMING_LAUNCHES
+from graphrun.profile.variants import streaming_code_seconds
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 
@@ -193,7 +193,7 @@ def test_streaming_takes_compute_where_the_same_cores_read() -> None:
     (variant,) = problem.component("transformer").variants
     rates = problem.hardware.kernels
     assert isinstance(rates, ProcessorRates)
-    code_seconds = STREAMING_LAUNCHES * problem.hardware.launch_seconds
+    code_seconds = streaming_code_seconds(problem.hardware)
     read_seconds = [seconds - code_seconds for seconds in variant.lost_seconds]
     byte_seconds = rates.read_cpu_seconds / rates.threads
     expected_seconds = [nbytes * byte_seconds for nbytes in variant.block_bytes]
