@@ -278,7 +278,7 @@ def _less_of(secondary: Secondary, error: OutOfMemory) -> Secondary:
     limit_bytes = min(error.available_bytes, secondary.effective_bytes - missing_bytes)
     return replace(
         secondary,
-        budget_bytes=max(0, secondary.budget_bytes - secondary.effective_bytes + limit_bytes),
+        budget_bytes=max(1, secondary.budget_bytes - secondary.effective_bytes + limit_bytes),
     )
 
 

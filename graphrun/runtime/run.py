@@ -296,7 +296,7 @@ class PlanRun:
                 device.plannable_bytes,
                 max((peaks[number] for peaks in self._peaks[next_slot:]), default=0),
             )
-            if available_bytes < needed_bytes:
+            if needed_bytes and available_bytes < needed_bytes:
                 self._failure_bytes[number] = device.peak_bytes, available_bytes
                 place = f" on {device.torch_device}" if number else ""
                 available = (

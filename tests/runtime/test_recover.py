@@ -402,7 +402,8 @@ def test_a_device_with_less_memory_than_planned_is_planned_with_what_it_has(
         (9 * MIB, 64 * MIB, 30 * MIB),
         (7 * MIB, 64 * MIB, 32 * MIB - MIB // 2),
         (9 * MIB, 20 * MIB, 20 * MIB),
-        (99 * MIB, 64 * MIB, 0),
+        (99 * MIB, 64 * MIB, 1),
+        (9 * MIB, -MIB, 1),
     ],
 )
 def test_a_secondary_device_that_ran_out_of_memory_is_planned_with_less(

@@ -361,13 +361,10 @@ def flux() -> tuple[Graph, Problem]:
     )
 
 
-@pytest.mark.sweep("secondaries")
-def test_memory_that_vanishes_on_a_secondary_has_the_remaining_stages_planned_again(
-    flux: tuple[Graph, Problem],
-) -> None:
-    graph, problem = flux
+def encoders_on_secondary(problem: Problem) -> tuple[Problem, list[str]]:
+    """Return ``problem`` with room, where encoders may be on the secondary device and the plan has
+    some of them, and their names."""
     roomy_problem = replace(problem, budget_bytes=problem.budget_bytes * 2)
-    modules = {key: build(component, graph) for key, component in graph.components.items()}
     for name in ("text_encoder", "text_encoder_2"):
         secondary_variants = tuple(v for v in roomy_problem.component(name).variants if v.secondary)
         components = (
@@ -377,13 +374,23 @@ def test_memory_that_vanishes_on_a_secondary_has_the_remaining_stages_planned_ag
             for component in roomy_problem.components
         )
         roomy_problem = replace(roomy_problem, components=tuple(components))
-    solution = graphrun.plan(roomy_problem)
     secondary_components = [
         component.name
-        for component in solution.chosen.components
+        for component in graphrun.plan(roomy_problem).chosen.components
         if component.variants[0].secondary
     ]
     assert secondary_components, "nothing is on the secondary device"
+    return roomy_problem, secondary_components
+
+
+@pytest.mark.sweep("secondaries")
+def test_memory_that_vanishes_on_a_secondary_has_the_remaining_stages_planned_again(
+    flux: tuple[Graph, Problem],
+) -> None:
+    graph, problem = flux
+    roomy_problem, secondary_components = encoders_on_secondary(problem)
+    modules = {key: build(component, graph) for key, component in graph.components.items()}
+    solution = graphrun.plan(roomy_problem)
     device, messages = open_device(roomy_problem), list[str]()
     expected = pixels(plain_image(graph, modules, graph.resolve(SMALL)))
 
@@ -397,6 +404,45 @@ def test_memory_that_vanishes_on_a_secondary_has_the_remaining_stages_planned_ag
     assert len(messages) == 1
     assert "sim:1 has a capacity of 1.00 KiB" in messages[0]
     assert [accelerator.allocated_bytes for accelerator in device.all_devices] == [0, 0]
+
+
+@pytest.mark.sweep("secondaries")
+def test_a_secondary_that_other_tensors_fill_is_planned_around(
+    flux: tuple[Graph, Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, problem = flux
+    roomy_problem, _ = encoders_on_secondary(problem)
+    modules = {key: build(component, graph) for key, component in graph.components.items()}
+    device, messages = open_device(roomy_problem), list[str]()
+    full = device.secondaries[0]
+    other_bytes = property(lambda self: self.available_bytes + 4096 if self is full else 0)
+    monkeypatch.setattr(type(full), "foreign_bytes", other_bytes)
+    values = graph.resolve(SMALL)
+    solution = graphrun.plan(roomy_problem)
+    trace = execute(solution, graph, values, device, modules, tell=messages.append)
+    expected = pixels(plain_image(graph, modules, values))
+    assert np.array_equal(pixels(trace.outputs["image"]), expected)
+    assert len(messages) == 1
+    assert "before encode, 4.00 KiB too much is in use on sim:1, and nothing is" in messages[0]
+
+
+@pytest.mark.sweep("secondaries")
+def test_a_secondary_that_no_remaining_stage_needs_may_be_full(
+    flux: tuple[Graph, Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, problem = flux
+    problem = replace(problem, budget_bytes=problem.budget_bytes * 8)
+    first_variants = (replace(c, variants=c.variants[:1], layers=None) for c in problem.components)
+    problem = replace(problem, components=tuple(first_variants))
+    modules = {key: build(component, graph) for key, component in graph.components.items()}
+    device, messages = open_device(problem), list[str]()
+    full = device.secondaries[0]
+    other_bytes = property(lambda self: self.available_bytes + 4096 if self is full else 0)
+    monkeypatch.setattr(type(full), "foreign_bytes", other_bytes)
+    execute(
+        graphrun.plan(problem), graph, graph.resolve(SMALL), device, modules, tell=messages.append
+    )
+    assert not messages
 
 
 @pytest.mark.sweep("secondaries")
