@@ -124,8 +124,13 @@ def estimate(
     """
     from graphrun.devices import cards_for, limits_for, parse_limit, share_of
     from graphrun.graph.graph import Graph as Declared
+    from graphrun.graph.graph import require_graph
     from graphrun.graph.parts import Directives
 
+    if not isinstance(graph, Declared):
+        from graphrun.diffusers_.description import LivePipeline
+
+        require_graph(graph, "estimate", LivePipeline)
     cache = as_path(cache)
     card, *_ = cards = cards_for(vram, memory, hardware, cache=cache)
     if card.unified and strings(pin):
@@ -207,7 +212,9 @@ def precomputed(
     """
     from graphrun.batch.cache.reuse import reuse_for
     from graphrun.devices import hardware_for
+    from graphrun.graph.graph import require_graph
 
+    require_graph(graph, "precomputed")
     cache = Path(cache)
     graph, inputs = graph.until(until).for_first(inputs or {})
     return reuse_for(
@@ -267,6 +274,7 @@ def survey(
         print(needs["all_resident"]["peak_bytes"], needs["mode"]["seconds"])
     """
     from graphrun.devices import cards_for, limits_for, memory_budget, refuse_wrong_budgets
+    from graphrun.graph.graph import require_graph
     from graphrun.profile.asked import (
         ATTENTION,
         options_by_stage,
@@ -275,6 +283,7 @@ def survey(
         with_precisions,
     )
 
+    require_graph(graph, "survey")
     cache = as_path(cache)
     card, *_ = cards_for(None, memory, hardware, cache=cache)
     if memory is not None:
@@ -326,8 +335,13 @@ def plan(
         except graphrun.Infeasible as error:
             print(error)  # the minimum VRAM, and what helps
     """
+    from graphrun.model.problem import Problem as Estimated
     from graphrun.store import solution_for
 
+    if not isinstance(problem, Estimated):
+        raise InputError(
+            f"plan takes a problem, not {type(problem).__name__}: use graphrun.estimate"
+        )
     return solution_for(problem, store_in(as_path(cache)), on_solved)
 
 
@@ -382,7 +396,9 @@ def run(
     """
     from graphrun.batch.cache.keys import choices_of
     from graphrun.batch.cache.reuse import reuse_for
+    from graphrun.graph.graph import require_graph
     from graphrun.host_ram import host_ram_bytes, taken_bytes
+    from graphrun.model.solution import Solution as Planned
     from graphrun.profile.feedback import remember
     from graphrun.runtime.devices.open import open_device
     from graphrun.runtime.executor import refuse_unfit
@@ -390,6 +406,9 @@ def run(
     from graphrun.runtime.spool import spool_in
 
     cache = as_path(cache)
+    if not isinstance(solution, Planned):
+        raise InputError(f"run takes a solution, not {type(solution).__name__}: use graphrun.plan")
+    require_graph(graph, "run")
     problem = solution.problem
     graph.refuse_list()
     graph = graph.until(problem.until)

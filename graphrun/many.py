@@ -76,8 +76,10 @@ def run_many(
     from graphrun.batch.requests import refuse_broken, requests_from, resolved
     from graphrun.batch.watch import Watcher as NoWatcher
     from graphrun.devices import resolved_in_process
+    from graphrun.graph.graph import require_graph
     from graphrun.runtime.spool import spool_in
 
+    require_graph(graph, "run_many")
     folder = as_path(cache)
     graph = graph.until(budgets.pop("until", None))
     graph = graph.without_sources() if random_weights else graph

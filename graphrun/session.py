@@ -30,7 +30,7 @@ from graphrun.batch.cache.keys import choices_of
 from graphrun.batch.cache.reuse import Reuse, What, reuse_for
 from graphrun.devices import as_opened, resolved_in_process
 from graphrun.errors import InputError
-from graphrun.graph.graph import Graph
+from graphrun.graph.graph import Graph, require_graph
 from graphrun.graph.settings import settings_of
 from graphrun.graph.values import as_path
 from graphrun.hook import ProgressCallback
@@ -93,6 +93,7 @@ class Session:
         device: Device | None = None,
         **budgets: Any,
     ) -> None:
+        require_graph(graph, "Session")
         if runs < 2:
             raise InputError(
                 f"runs {runs}: a session has at least two runs; use graphrun.run for one"

@@ -595,6 +595,21 @@ class Graph:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def require_graph(value: object, function: str, *other_types: type) -> None:
+    """Raise InputError, which says what to type, if ``value`` is not a `Graph`.
+
+    ``function``: the function that takes it. ``other_types``: what it takes, too.
+    """
+    if isinstance(value, (Graph, *other_types)):
+        return
+    if isinstance(value, (str, Path)):
+        use = f"use graphrun.load({str(value)!r})"
+    else:
+        wrapper = "graphrun.from_pipeline(pipe)" if other_types else "graphrun.attach(pipe)"
+        use = f"use graphrun.load; for a diffusers pipeline, {wrapper}"
+    raise InputError(f"{function} takes a graph, not {type(value).__name__}: {use}")
+
+
 def _content_digest(path: Path) -> str:
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
