@@ -182,6 +182,23 @@ def test_a_cpu_computes_in_the_dtype_that_it_is_fast_in(
     assert "--dtype" in notes
 
 
+def test_a_graph_that_fits_only_in_its_own_dtype_is_offered_in_it(
+    graphrun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU that is faster in fp32, with a byte less than fp32 needs."""
+    facts = ("a CPU", 2, frozenset(["avx2"]))
+    monkeypatch.setattr("graphrun.profile.processor._cpu_facts", lambda: facts)
+    _, screen, notes = graphrun("plan", *TOTAL_CPU, "--memory", "440M")
+    minimum = re.search(r"minimum memory: .*\((\d+) bytes\)", screen + notes)
+    assert minimum is not None, screen + notes
+    options = (*TOTAL_CPU, "--memory", f"{int(minimum[1]) - 1}B")
+    code, screen, notes = graphrun("plan", *options)
+    assert code == 3
+    assert " --dtype graph " in screen + notes
+    assert graphrun("plan", *options, "--dtype", "graph")[0] == 0
+    assert " --dtype graph " not in graphrun("plan", *options, "--dtype", "float32")[1]
+
+
 def test_a_dtype_replaces_16_bits_alone() -> None:
     graph, in_fp32 = api.load("flux-tiny"), api.load("flux-tiny", dtype="float32")
     assert {c.dtype for c in in_fp32.components.values()} == {"float32"}

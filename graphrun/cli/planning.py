@@ -209,6 +209,7 @@ class GraphPlanner:
                 interrupted = f"while {activity}"
             except GraphrunError as error:
                 _add_settings(error, graph, arguments)
+                self._add_own_dtype(error, graph_plan, arguments)
                 raise
         return replace(
             graph_plan,
@@ -217,6 +218,24 @@ class GraphPlanner:
             problem=problem,
             interrupted=interrupted,
         )
+
+    def _add_own_dtype(
+        self, error: GraphrunError, graph_plan: Planned, arguments: Mapping[str, Any]
+    ) -> None:
+        """Add the graph's own dtype to the suggestions of an `Infeasible` error, if it fits and the
+        command computes in another one, which is faster on this CPU but takes twice the memory."""
+        from graphrun.solve.infeasible import Infeasible
+        from graphrun.solve.suggestions import Suggestion, best_first, seconds_or_none
+
+        graph, options = graph_plan.graph, self.options
+        if not isinstance(error, Infeasible) or options.dtype is not None or not graph.dtypes:
+            return
+        own_graph = load_as_typed(graph_plan.source, options).until(options.until)
+        seconds = seconds_or_none(lambda: api.estimate(own_graph, **arguments))
+        if seconds is not None:
+            text = f"compute in {' and '.join(name for name, _ in graph.dtypes)}, as the graph says"
+            suggestion = Suggestion(text, (("--dtype", "graph"),), seconds, changes_output=True)
+            error.suggestions = best_first((*error.suggestions, suggestion))
 
     def _advised(self, graph_plan: Planned, arguments: Mapping[str, Any]) -> Planned:
         """Add what secondary devices save, and the suggestions for a slow plan."""

@@ -502,7 +502,7 @@ def options_of(
             if (needs := stage.operation.options[name]) and needs not in allow:
                 stages_by_permission.setdefault(needs, []).append(stage.name)
     for needs, stages in stages_by_permission.items():
-        seconds = _seconds_or_none(lambda needs=needs: estimate(inputs, (*allow, needs)))  # type: ignore[misc]
+        seconds = seconds_or_none(lambda needs=needs: estimate(inputs, (*allow, needs)))  # type: ignore[misc]
         if seconds is not None:
             yield Suggestion(
                 f"allow {needs} (of {', '.join(stages)})", (("--allow", needs),), seconds, True
@@ -523,7 +523,7 @@ def _input_sizes(
             name: _scaled(value, eighths, graph.inputs[name].multiple_of or 1)
             for name, value in sizes.items()
         }
-        seconds = _seconds_or_none(lambda smaller=smaller: estimate({**inputs, **smaller}, allow))  # type: ignore[misc]
+        seconds = seconds_or_none(lambda smaller=smaller: estimate({**inputs, **smaller}, allow))  # type: ignore[misc]
         if seconds is not None:
             text = " ".join(f"{name}={value}" for name, value in smaller.items())
             yield Suggestion(
@@ -539,7 +539,8 @@ def _scaled(value: int, eighths: int, step: int) -> int:
     return max(step, value * eighths // 8 // step * step)
 
 
-def _seconds_or_none(problem: Callable[[], Problem]) -> float | None:
+def seconds_or_none(problem: Callable[[], Problem]) -> float | None:
+    """Return the predicted seconds of what ``problem`` returns; None if it is refused."""
     try:
         return predicted_seconds(problem())
     except GraphrunError:
