@@ -324,7 +324,7 @@ def _stable_diffusion_cpp(job: Job) -> Picture:
             seed=inputs["seed"],
             progress_callback=progress,
         )
-        return numpy.stack([numpy.asarray(image) / 255 for image in images])
+        return numpy.stack([numpy.asarray(image.convert("RGB")) / 255 for image in images])
 
     return picture
 
