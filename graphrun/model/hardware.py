@@ -61,7 +61,8 @@ class ProcessorRates:
                                          system supplies, in pages of 4 KiB and of 2 MiB
 
     ``read_cpu_seconds``: CPU seconds per byte read from a file. ``amx``: products in bfloat16 use
-    Intel's matrix unit. ``huge_pages``: large tensors are in pages of 2 MiB.
+    Intel's matrix unit. ``huge_pages``: large tensors are in pages of 2 MiB. ``unfolds_bfloat16``:
+    convolutions in bfloat16 are PyTorch's own, which unfold their input; oneDNN has none for AVX2.
     """
 
     threads: int
@@ -69,6 +70,7 @@ class ProcessorRates:
     read_cpu_seconds: float = 0.0
     amx: bool = False
     huge_pages: bool = False
+    unfolds_bfloat16: bool = False
 
     def rate(self, kind: str, dtype: str) -> float:
         """Return the rate of ``kind`` in ``dtype``; of "new memory" in the pages of tensors.

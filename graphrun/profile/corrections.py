@@ -406,7 +406,7 @@ def cpu_scratch(kernel: Kernel, processor: ProcessorRates) -> int:
     element_bytes = 4 if kernel.dtype in ("float32", "float64") else 2
     if kernel.kind == "convolution":
         shape = ConvolutionShape(*kernel.shape)
-        if kernel.dtype == "float16":
+        if kernel.dtype == "float16" or (kernel.dtype == "bfloat16" and processor.unfolds_bfloat16):
             return _unfolded_bytes(shape, element_bytes)
         return cpu_convolution_scratch(shape, element_bytes, processor)
     if kernel.kind in ("attention", "wide attention"):
@@ -471,10 +471,11 @@ def cpu_convolution_scratch(
 
 
 def _unfolded_bytes(shape: ConvolutionShape, element_bytes: int) -> int:
-    """Return the bytes of one picture with a column for each output pixel, for a product."""
+    """Return the bytes of the input with a column for each output pixel, for a product."""
     if shape.taps == 1:
         return 0
-    return element_bytes * shape.inputs // shape.groups * shape.taps * shape.output_pixels
+    columns = shape.batch * shape.output_pixels
+    return element_bytes * shape.inputs // shape.groups * shape.taps * columns
 
 
 def cpu_attention_scratch(

@@ -216,7 +216,11 @@ def cpu_estimate() -> Hardware:
         memory_bytes_per_second=moving,
         launch_seconds=CPU_LAUNCH_SECONDS,
         kernels=ProcessorRates(
-            cores, tuple(rates.items()), READ_CPU_SECONDS, amx="amx_bf16" in features
+            cores,
+            tuple(rates.items()),
+            READ_CPU_SECONDS,
+            amx="amx_bf16" in features,
+            unfolds_bfloat16=not has_half_convolutions,
         ),
         basis="data sheet",
     )
