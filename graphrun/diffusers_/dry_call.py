@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -264,16 +264,24 @@ class MetaPipeline:
             split_layers=by_layer,
         )
         writer = MappedWriter(mapped_tensors)
-        block_bytes = {
-            path: 0 if is_cast else file_block(layout, writer).layout.nbytes
-            for path, layout in mapped_tensors.layouts(layouts).items()
-        }
+        layouts = mapped_tensors.layouts(layouts)
+
+        def bytes_without(tables: Sequence[str]) -> tuple[int, ...]:
+            block_bytes = {
+                path: 0 if is_cast else file_block(layout.without(tables), writer).layout.nbytes
+                for path, layout in layouts.items()
+            }
+            return tuple(
+                max(block_bytes[path] for path in group.blocks) for group in profile.groups
+            )
+
         split = profile.layer_split
         return replace(
             profile,
-            block_bytes=tuple(
-                max(block_bytes[path] for path in group.blocks) for group in profile.groups
-            ),
+            block_bytes=bytes_without(()),
+            without_tables={component.dtype: bytes_without(profile.tables)}
+            if profile.tables
+            else {},
             as_stored=component.precision,
             layer_split=None
             if split is None

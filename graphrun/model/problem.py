@@ -56,6 +56,8 @@ _OPTIONAL = (
     "serial_copies",
     "first_touch_seconds",
     "lost_seconds",
+    "tables",
+    "unfolds_bfloat16",
 )
 
 
@@ -131,6 +133,8 @@ class Variant:
     read_bytes: tuple[int, ...] = ()  # size of one block in the files, if not block_bytes
     # of compute that streaming one block takes, where the same cores do both
     lost_seconds: tuple[float, ...] = ()
+    # names of embedding tables that stay in their files; their rows are read when looked up
+    tables: tuple[str, ...] = ()
     # permission required because the output changes: a precision or "cpu"; "": none
     needs: str = ""
 

@@ -9,9 +9,9 @@ same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,19 @@ class BlockLayout:
     path: str
     nbytes: int
     entries: tuple[TensorEntry, ...]
+
+    def with_entries(self, entries: Iterable[TensorEntry]) -> BlockLayout:
+        """Return the layout of a block of ``entries`` alone, one behind another."""
+        offset, placed_entries = 0, list[TensorEntry]()
+        for entry in entries:
+            placed_entries.append(replace(entry, offset=offset))
+            offset = round_up(offset + entry.nbytes, ALIGNMENT)
+        return replace(self, nbytes=offset, entries=tuple(placed_entries))
+
+    def without(self, names: Collection[str]) -> BlockLayout:
+        """Return the layout without the tensors called ``names``, itself if it has none."""
+        entries = [entry for entry in self.entries if not set(entry.names).intersection(names)]
+        return self if len(entries) == len(self.entries) else self.with_entries(entries)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import bisect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +23,9 @@ import torch
 from torch import nn
 
 from graphrun.errors import InputError
-from graphrun.modules.blocks import ALIGNMENT, BlockLayout, TensorEntry, direct_tensors
+from graphrun.modules.blocks import BlockLayout, TensorEntry, direct_tensors
 from graphrun.modules.source_files import Stored
 from graphrun.modules.trees import modules_below
-from graphrun.units import round_up
 
 SMAPS = Path("/proc/self/smaps")
 # start-stop, permissions, offset, device, inode, path (proc_pid_smaps(5))
@@ -142,14 +141,11 @@ class MappedTensors:
         """Return ``layouts`` of blocks with the mapped tensors alone. Tensors on meta stay: they
         stand for tensors that would be mapped."""
         return {
-            path: _with_entries(
-                layout,
-                [
-                    entry
-                    for entry in layout.entries
-                    if not entry.field
-                    and (entry.tensor.is_meta or self.stored(entry.tensor) is not None)
-                ],
+            path: layout.with_entries(
+                entry
+                for entry in layout.entries
+                if not entry.field
+                and (entry.tensor.is_meta or self.stored(entry.tensor) is not None)
             )
             for path, layout in layouts.items()
         }
@@ -182,6 +178,10 @@ class MappedWriter:
     def stored(self, entry: TensorEntry) -> Stored | None:
         return self.mapped_tensors.stored(entry.tensor)
 
+    def table(self, entry: TensorEntry) -> Stored | None:
+        """Return `stored`."""
+        return self.stored(entry)
+
     def close(self) -> None:
         """Do nothing: the mappings stay."""
 
@@ -198,14 +198,6 @@ def _plain_tensors(module: nn.Module) -> list[torch.Tensor]:
         and tensor.is_contiguous()
         and tensor.nbytes
     ]
-
-
-def _with_entries(layout: BlockLayout, entries: Iterable[TensorEntry]) -> BlockLayout:
-    offset, placed_entries = 0, list[TensorEntry]()
-    for entry in entries:
-        placed_entries.append(replace(entry, offset=offset))
-        offset = round_up(offset + entry.nbytes, ALIGNMENT)
-    return replace(layout, nbytes=offset, entries=tuple(placed_entries))
 
 
 def _stamp_of(file: str) -> MappedFileStamp | None:

@@ -17,7 +17,7 @@ import hashlib
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -149,6 +149,31 @@ class FileSource:
         target.copy_(piece.make(values).reshape(target.shape))
         return piece.nbytes
 
+    def read_rows(self, name: str, numbers: Sequence[int], target: torch.Tensor) -> None:
+        """Write the rows ``numbers`` of the tensor ``name``, in ascending order, to ``target``.
+        Rows that follow each other are read at once."""
+        table = self._pieces[name]
+        assert isinstance(table, Stored)
+        row_bytes = table.nbytes // table.shape[0]
+        begin = 0
+        while begin < len(numbers):
+            end = begin + 1
+            while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
+                end += 1
+            piece = replace(
+                table,
+                shape=(end - begin, *table.shape[1:]),
+                nbytes=(end - begin) * row_bytes,
+                begin=table.begin + numbers[begin] * row_bytes,
+            )
+            self._read_plain(piece, target[begin:end])
+            begin = end
+
+    def table(self, name: str) -> Stored | None:
+        """Return the tensor of a file that has the rows of the tensor ``name``, in any dtype."""
+        piece = self._pieces.get(name)
+        return piece if isinstance(piece, Stored) else None
+
     def stored(self, name: str, dtype: torch.dtype) -> Stored | None:
         piece = self._pieces.get(name)
         if not isinstance(piece, Stored) or getattr(torch, piece.dtype, None) != dtype:
@@ -278,6 +303,12 @@ class Writer:
         if entry.field or name in self.buffers or name in self.adapters or self.deltas.get(name):
             return None
         return self.source.stored(name, entry.tensor.dtype)
+
+    def table(self, entry: TensorEntry) -> Stored | None:
+        """Return the tensor of a file that has the rows of ``entry``, in any dtype, if any."""
+        if not isinstance(self.source, FileSource) or self.adapters or self.deltas:
+            return None
+        return self.source.table(entry.names[0])
 
     def write(
         self,

@@ -66,6 +66,7 @@ from graphrun.profile.recording import (
 from graphrun.profile.repeats import Repeats
 from graphrun.profile.returned import Returned, capture_result
 from graphrun.profile.sequence import communicates, first_of
+from graphrun.profile.tables import tables_of
 from graphrun.sim.active import active
 from graphrun.sim.casts import dtype_on, follow_autocast
 from graphrun.sim.dry import PLANNED, DryMachine, without_planned_device
@@ -270,7 +271,10 @@ class Prober:
         )
         layouts = [block_layouts(module, groups)]
         profile = ComponentProfile(
-            sum(p.numel() for p in module.parameters()), groups, laid_out_bytes(groups, layouts[0])
+            sum(p.numel() for p in module.parameters()),
+            groups,
+            laid_out_bytes(groups, layouts[0]),
+            tables=tables_of(module, calls),
         )
         if layers:
             layouts.append(block_layouts(module, layers, by_layer=True))

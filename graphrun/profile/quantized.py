@@ -44,6 +44,7 @@ from graphrun.modules.trees import weights_below
 from graphrun.profile import svdquant
 from graphrun.profile.recorder import Recorder
 from graphrun.profile.recording import ComponentProfile
+from graphrun.profile.tables import files_have_rows
 from graphrun.sim.dry import without_planned_device
 from graphrun.units import round_up
 
@@ -185,6 +186,11 @@ def block_layouts(
     return lay_out(module, paths, split_layers=by_layer)
 
 
+def without(tables: Collection[str], layouts: Mapping[str, BlockLayout]) -> dict[str, BlockLayout]:
+    """Return ``layouts`` without the tensors called ``tables``."""
+    return {path: layout.without(tables) for path, layout in layouts.items()}
+
+
 def block_bytes_by_precision(
     groups: Sequence[BlockGroup],
     layouts: Mapping[str, BlockLayout],
@@ -302,20 +308,31 @@ def in_every_precision(
         | _planned_only_bytes(component, module)
         | published_bytes
     )
-    block_bytes = [
-        block_bytes_by_precision(profile.groups, profile_layouts, sizes)
-        for profile, profile_layouts in zip(profiles, layouts, strict=True)
+
+    def block_bytes(tables: Sequence[str]) -> list[dict[str, tuple[int, ...]]]:
+        """Return, for each of ``profiles``, the block bytes by precision, without ``tables``."""
+        bytes_by_precision = [
+            block_bytes_by_precision(profile.groups, without(tables, profile_layouts), sizes)
+            for profile, profile_layouts in zip(profiles, layouts, strict=True)
+        ]
+        for precision, weights in weights_by_name.items():
+            for profile, row in zip(profiles, bytes_by_precision, strict=True):
+                if weights.module is not None:
+                    by_layer = profile is not block_profile
+                    weight_layouts = block_layouts(
+                        weights.module, profile.groups, by_layer=by_layer
+                    )
+                    row[precision] = laid_out_bytes(profile.groups, without(tables, weight_layouts))
+                if weights.stated_bytes is not None:
+                    row[precision] = _at_least(row[precision], profile.groups, weights.stated_bytes)
+        return bytes_by_precision
+
+    tables = block_profile.tables
+    with_rows = [
+        precision
+        for precision in dict.fromkeys((component.dtype, *component.precision))
+        if tables and files_have_rows(component, module, precision, tables)
     ]
-    for precision, weights in weights_by_name.items():
-        for profile, bytes_by_precision in zip(profiles, block_bytes, strict=True):
-            if weights.module is not None:
-                by_layer = profile is not block_profile
-                weight_layouts = block_layouts(weights.module, profile.groups, by_layer=by_layer)
-                bytes_by_precision[precision] = laid_out_bytes(profile.groups, weight_layouts)
-            if weights.stated_bytes is not None:
-                bytes_by_precision[precision] = _at_least(
-                    bytes_by_precision[precision], profile.groups, weights.stated_bytes
-                )
     dequantized = {
         precision: dequantization_bytes(
             {name: (*row, layers[name]) for name, row in weights.rows.items()}, component.dtype
@@ -340,8 +357,11 @@ def in_every_precision(
             layers=layers,
             widened=dequantized,
             as_stored=stored_precisions,
+            without_tables={precision: bytes_without[precision] for precision in with_rows},
         )
-        for profile, bytes_by_precision in zip(profiles, block_bytes, strict=True)
+        for profile, bytes_by_precision, bytes_without in zip(
+            profiles, block_bytes(()), block_bytes(tables), strict=True
+        )
     )
     return replace(blocks, layer_split=split[0] if split else None)
 

@@ -123,6 +123,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         blocks = list(blocks)
         self._blocks = frozenset(blocks)
         submodules = dict(modules)
+        self._tables = {
+            name
+            for name, owners in self._owners.items()
+            if self._device_type == "meta"
+            and name.endswith("weight")  # Gemma's embeddings also have a factor
+            and any(isinstance(submodules[path], nn.Embedding) for path in owners)
+        }
         self._hooks = [hook for path in blocks for hook in self._watch(submodules[path], path)]
         self._hooks += [
             hook
@@ -453,7 +460,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         argument_tensors, result_tensors = [*tensors_of(args)], [*tensors_of((result,))]
         self.note_held(argument_tensors)
         self._note_access(func, args, kwargs, argument_tensors)
-        self.note_reads(argument_tensors)
+        self.note_reads(
+            argument_tensors, rows=args[1].numel() if func is aten.embedding.default else 0
+        )
         is_mask_sum = func is aten.sum.default and args[0].dtype == torch.bool
         is_all_true = func is aten.all.default or self._compares_mask_sum(func, args)
         for tensor in result_tensors:
@@ -510,12 +519,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _compares_mask_sum(self, func: Any, args: Any) -> bool:
         return func is aten.eq.Scalar and args[0] in self._mask_sums
 
-    def note_reads(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note the weights among ``tensors``, and the layers whose weights other code reads."""
+    def note_reads(self, tensors: Iterable[torch.Tensor], *, rows: int = 0) -> None:
+        """Note the weights among ``tensors``, and the layers whose weights other code reads.
+
+        ``rows``: how many rows a lookup reads; 0 for other operators.
+        """
         for tensor in tensors:
             if (name := self._names.get(tensor.untyped_storage()._cdata)) is not None:
                 owners = self._owners[name]
                 self.record.read_weights.add(name)
+                if name in self._tables:
+                    self.record.note_table(name, rows)
                 self.record.externally_read_layers |= (
                     owners - {self._current_layer} if self._current_layer else owners
                 )

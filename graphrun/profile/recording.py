@@ -153,6 +153,8 @@ class Call:
         spans                   calls of layers, in order
         entered_blocks          paths of the called blocks, in order
         read_weights            names of the parameters and buffers that an operator read
+        table_rows              those of them that belong to an embedding: the most rows that one
+                                lookup reads, or 0 if another operator reads the table
         externally_read_layers  layers with a tensor that is read outside of their own calls
         loose_modules           modules inside a block that are called, or have a tensor read,
                                 while the block does not run
@@ -178,6 +180,7 @@ class Call:
     spans: list[LayerSpan] = field(default_factory=list)
     entered_blocks: list[str] = field(default_factory=list)
     read_weights: SortedNames = field(default_factory=set)
+    table_rows: dict[str, int] = field(default_factory=dict)
     externally_read_layers: SortedNames = field(default_factory=set)
     loose_modules: SortedNames = field(default_factory=set)
     input_bytes: int = 0
@@ -211,6 +214,11 @@ class Call:
         kernels = (self.kernels[number] for _, numbers in self.work for number in numbers)
         return [kernel for kernel in kernels if kernel.kind == "transfer"]
 
+    def note_table(self, name: str, rows: int) -> None:
+        """Record that an operator reads ``rows`` of the table ``name``; 0: all."""
+        most_rows = self.table_rows.get(name, rows)
+        self.table_rows[name] = max(rows, most_rows) if rows and most_rows else 0
+
     def extend(self, section: Call) -> None:
         """Append the recording of ``section``, which shares this call's ``kernels``."""
         start = len(self.events)
@@ -225,6 +233,8 @@ class Call:
         ]
         self.entered_blocks += section.entered_blocks
         self.read_weights |= section.read_weights
+        for name, rows in section.table_rows.items():
+            self.note_table(name, rows)
         self.externally_read_layers |= section.externally_read_layers
         self.loose_modules |= section.loose_modules
         self.hops += section.hops
@@ -246,6 +256,7 @@ class Call:
             spans=[LayerSpan(rename(path), begin, end) for path, begin, end in self.spans],
             entered_blocks=[*map(rename, self.entered_blocks)],
             read_weights={*map(rename, self.read_weights)},
+            table_rows={rename(name): rows for name, rows in self.table_rows.items()},
             externally_read_layers={*map(rename, self.externally_read_layers)},
             loose_modules={*map(rename, self.loose_modules)},
             hops=[Hop(kind, rename(path), tensors) for kind, path, tensors in self.hops],
@@ -324,7 +335,9 @@ class ComponentProfile:
     int8, nf4 and fp8 quantize. ``widened``: GGUF precision -> for each of its quantized weights,
     (peak bytes before its dequantized form exists, bytes written while it is dequantized); both are
     0 for SVDQuant, which dequantizes nothing.
-    ``as_stored``: the quantized precisions of the source files. ``layer_split``: the profile with
+    ``as_stored``: the quantized precisions of the source files. ``tables``: names of the embedding
+    tables of which calls read few rows (`graphrun.profile.tables`). ``without_tables``: precision
+    -> ``block_bytes`` without them, where files have these rows. ``layer_split``: the profile with
     layers, None where the component cannot be split.
     """
 
@@ -335,6 +348,8 @@ class ComponentProfile:
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     widened: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
     as_stored: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
+    without_tables: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layer_split: ComponentProfile | None = None
 
 

@@ -127,10 +127,15 @@ def _in_backing_stores(
     """Yield the variants in ``precision``: in a file, or in host memory and on disk."""
     dtype, is_quantized = component.dtype, precision in QUANTIZED
     block_bytes = profile.block_bytes if precision == dtype else profile.precisions[precision]
+    source_block_bytes = profile.block_bytes
     weight_bytes = sum(
         len(group.blocks) * nbytes
         for group, nbytes in zip(profile.groups, block_bytes, strict=True)
     )
+    leaves_tables = hardware.kind.is_host and precision in profile.without_tables
+    if leaves_tables:
+        block_bytes = profile.without_tables[precision]
+        source_block_bytes = profile.without_tables.get(dtype, source_block_bytes)
     is_kept = (
         keeps_quantized
         and is_quantized
@@ -140,7 +145,7 @@ def _in_backing_stores(
     is_stored = is_kept or precision in profile.as_stored
     # whether a file has tensors that can be read block by block
     is_readable = is_stored or (not is_quantized and component.source is not None)
-    file_block_bytes = block_bytes if is_stored else profile.block_bytes
+    file_block_bytes = block_bytes if is_stored else source_block_bytes
     checkpoint = component.checkpoint(precision)
     if checkpoint is not None and checkpoint.nbytes and weight_bytes:
         # files may have tensors in another dtype than the device, such as T5's output projections
@@ -172,6 +177,7 @@ def _in_backing_stores(
                 for nbytes in read_bytes
             ),
             lost_seconds=_lost_seconds(read_bytes, hardware),
+            tables=profile.tables if leaves_tables else (),
             host_bytes=0,
             stored_bytes=weight_bytes if is_kept or not is_readable else 0,
         )

@@ -40,6 +40,9 @@ class BlockWriter(Protocol):
     def stored(self, entry: TensorEntry) -> Stored | None:
         """Return the tensor of a file that has the bytes of ``entry`` unchanged, if any."""
 
+    def table(self, entry: TensorEntry) -> Stored | None:
+        """Return the tensor of a file that has the rows of ``entry``, in any dtype, if any."""
+
     def close(self) -> None:
         """Close files."""
 

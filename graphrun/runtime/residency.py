@@ -34,6 +34,7 @@ from graphrun.modules.quantize import normalize_quantized_layers
 from graphrun.runtime.backing import Arena, BlockWriter, Disk, Marks
 from graphrun.runtime.devices.device import Device, Mark
 from graphrun.runtime.files import FileBlock, FileStore, file_block
+from graphrun.runtime.table_rows import TableRows
 from graphrun.units import round_up
 
 
@@ -180,6 +181,10 @@ class Residency:
         layouts = lay_out(module, order, split_layers=numbers.granularity == "layers")
         layouts = {path: layouts[path] for path in dict.fromkeys((*order, *layouts))}
         variant, file_blocks = numbers.variants[0], dict[str, FileBlock]()
+        if variant.tables:
+            if writer is not None and not self.caller_owned:
+                _leave_in_files(numbers, layouts, writer)
+            layouts = {path: layout.without(variant.tables) for path, layout in layouts.items()}
         if isinstance(writer, MappedWriter):
             layouts = writer.mapped_tensors.layouts(layouts)
         if variant.backing_store == "file" and writer is not None:
@@ -454,6 +459,8 @@ class Residency:
         def is_named(entry: _Entry) -> bool:
             return any(place.owner is owner and place.key == key for place in entry.locations)
 
+        if isinstance(tensor, TableRows):
+            return tensor.rows(range(tensor.shape[0]))
         path = next(
             (path for path, block in self._blocks.items() if any(map(is_named, block.entries))),
             None,
@@ -551,6 +558,23 @@ class Residency:
                 entry.host = entry.template = view
                 entry.assign(view)
         store.pin()
+
+
+def _leave_in_files(
+    numbers: ComponentNumbers, layouts: Mapping[str, BlockLayout], writer: BlockWriter
+) -> None:
+    """Replace the tables of the plan by `TableRows`. Raises InputError without such files."""
+    entries = [entry for layout in layouts.values() for entry in layout.entries]
+    for entry in entries:
+        for table in set(entry.names).intersection(numbers.variants[0].tables):
+            if (file_tensor := writer.table(entry)) is None:
+                raise InputError(
+                    f"{numbers.name}: the plan reads rows of {table} from its files, which do not "
+                    "have it in this form: plan again with these files"
+                )
+            rows = TableRows.of(file_tensor, entry.tensor)
+            for location in entry.locations:
+                location.assign(rows)
 
 
 def _file_blocks(

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -251,6 +251,12 @@ class _SpooledBlocks:
 
     def stored(self, entry: TensorEntry) -> Stored | None:
         return self._source.stored(_key(entry), torch.uint8)
+
+    def table(self, entry: TensorEntry) -> Stored | None:
+        """Return the tensor of the file, which is saved as bytes, with the dtype of ``entry``."""
+        dtype, shape = str(entry.tensor.dtype).removeprefix("torch."), tuple(entry.tensor.shape)
+        file_tensor = self.stored(entry)
+        return None if file_tensor is None else replace(file_tensor, dtype=dtype, shape=shape)
 
     def close(self) -> None:
         self._source.close()

@@ -3,6 +3,7 @@ pipeline, few reads, and nothing left."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import threading
@@ -117,6 +118,28 @@ def test_a_saved_pipeline_gives_the_same_bits_and_reads_only_what_did_not_stay(
 
 def _stored_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+
+def test_an_encoders_large_table_stays_mapped(tmp_path: Path, reads: FileReads) -> None:
+    """Its rows are looked up in the mapping, as without graphrun; the other weights are read."""
+    case = cases()["WanPipeline"]
+    pipe = case.build()
+    config = copy.deepcopy(pipe.text_encoder.config)
+    config.vocab_size = 40 * MIB // (4 * config.d_model)
+    pipe.register_modules(text_encoder=type(pipe.text_encoder)(config).eval())
+    pipe.save_pretrained(tmp_path)
+    pipe = load(case, tmp_path)
+    want, places_before = call(case, pipe), places(pipe)
+    with attach(pipe) as attachment:
+        for _ in range(2):
+            assert equal(call(case, pipe), want)
+        encoder_bytes = sum(tensor.nbytes for tensor in pipe.text_encoder.parameters())
+        assert encoder_bytes > 40 * MIB
+        assert 0 < reads.taken()["text_encoder"] < encoder_bytes - 39 * MIB
+        assert attachment.trace is not None
+        assert attachment.trace.overruns == ()
+        assert places(pipe) == places_before
+    assert equal(call(case, pipe), want)
 
 
 @pytest.mark.parametrize("memory", [None, "auto"])
