@@ -327,11 +327,13 @@ def in_every_precision(
                     row[precision] = _at_least(row[precision], profile.groups, weights.stated_bytes)
         return bytes_by_precision
 
-    tables = block_profile.tables
+    tables, all_bytes = block_profile.tables, block_bytes(())
     with_rows = [
         precision
         for precision in dict.fromkeys((component.dtype, *component.precision))
-        if tables and files_have_rows(component, module, precision, tables)
+        if tables
+        and precision not in PLANNED_ONLY
+        and files_have_rows(component, module, precision, tables)
     ]
     dequantized = {
         precision: dequantization_bytes(
@@ -360,7 +362,7 @@ def in_every_precision(
             without_tables={precision: bytes_without[precision] for precision in with_rows},
         )
         for profile, bytes_by_precision, bytes_without in zip(
-            profiles, block_bytes(()), block_bytes(tables), strict=True
+            profiles, all_bytes, block_bytes(tables) if with_rows else all_bytes, strict=True
         )
     )
     return replace(blocks, layer_split=split[0] if split else None)
